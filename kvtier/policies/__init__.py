@@ -1,0 +1,1 @@
+"""Implementations of `kvtier.policy.Policy`, one file each; loaded by name."""
