@@ -1,0 +1,490 @@
+"""Moves bytes: gathers engine pages into memory records, brings hits back, and never waits long.
+
+Two lanes, a thread each: hits that lie in memory go layer wave by layer wave, hits that need a tier
+below go batch by batch (read, verify, promote, scatter) and cannot hold the first up. A load ends
+by its deadline whatever a disk does: bytes from below land in kvtier's own memory first, and only
+the scatter touches the engine's pages, under a lock that `Load.cancel` takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier import _core
+from kvtier.clock import Clock
+from kvtier.errors import CorruptChunk
+from kvtier.hierarchy import MEMORY, Hierarchy, Tier, numbers
+from kvtier.manifest import check_header
+from kvtier.metrics import Metrics
+from kvtier.planner import ChunkMove, LoadPlan, batch_of
+from kvtier.space import Space
+from kvtier.types import ChunkKey, Descriptor, Outcome, Status
+
+log = logging.getLogger("kvtier")
+
+READ_BATCH_BYTES = 64 * 1024**2  # two of these in flight: one read, one verified and scattered
+RESERVE_RETRY_S = 0.002
+CANCELLED = Outcome(Status.RETRY, detail="cancelled")
+DEADLINE = Outcome(Status.RETRY, detail="deadline passed")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What a load brought."""
+
+    tokens: int
+    """Tokens whose pages are right, counted from the first planned chunk on without a gap."""
+    outcomes: tuple[Outcome, ...]
+    """One per planned chunk."""
+    failed_pages: tuple[int, ...]
+    """The caller's pages whose content must be recomputed: of the first failed chunk and after."""
+    nbytes: int
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A load under way; made by `KVTier.load`. Any thread may wait, poll or cancel."""
+
+    plan: LoadPlan
+    clock: Clock
+    deadline_s: float
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _outcomes: list[Outcome | None] = field(default_factory=list)
+    _waves_done: int = 0
+    _writing: bool = False
+    _result: LoadResult | None = None
+    _started_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._outcomes = [None] * len(self.plan.chunks)
+        self._started_s = self.clock.now_s()
+
+    # For callers --------------------------------------------------------------------------------
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
+        """Wait until `layer` of every planned chunk is in place; False if it never will be.
+
+        A load past its deadline is cancelled here: the answer comes by then.
+        """
+        wave = self.plan.space.wave_of_layer[layer]
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._waves_done > wave or self._result is not None, self._left(timeout_s)
+            )
+            if self._waves_done > wave:
+                return True
+        self.done()
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> LoadResult | None:
+        """The result, or None if it is not there after `timeout_s` (default: the deadline)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._result is not None, self._left(timeout_s))
+        return self.result()
+
+    def done(self) -> bool:
+        """Whether the load has ended; one past its deadline ends here."""
+        if self._result is None and self.clock.now_s() >= self.deadline_s:
+            self._end(DEADLINE)
+        return self._result is not None
+
+    def result(self) -> LoadResult | None:
+        """The result if the load has ended."""
+        self.done()
+        return self._result
+
+    def cancel(self) -> LoadResult:
+        """End it now: when this returns, no page is touched any more."""
+        self._end(CANCELLED)
+        assert self._result is not None, "_end leaves a result"
+        return self._result
+
+    # For the agent ------------------------------------------------------------------------------
+
+    def settle(self, position: int, outcome: Outcome) -> None:
+        """Chunk `position` of the plan ended with `outcome`; the first word counts."""
+        with self._changed:
+            if self._outcomes[position] is None:
+                self._outcomes[position] = outcome
+
+    def write(self, work: Callable[[], object]) -> bool:
+        """Run `work`, which writes engine pages, unless the load has ended; False if it has."""
+        with self._changed:
+            if self._result is not None or self.clock.now_s() >= self.deadline_s:
+                return False
+            self._writing = True
+        try:
+            work()
+        finally:
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+        return True
+
+    def wave_done(self, wave: int) -> None:
+        """All chunks have waves up to and including `wave` in place."""
+        with self._changed:
+            self._waves_done = max(self._waves_done, wave + 1)
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """All outcomes are settled, or the rest never will be."""
+        self._end(DEADLINE)
+
+    def all_ok(self) -> bool:
+        """Whether every planned chunk is settled and right."""
+        with self._changed:
+            return all(outcome is not None and outcome.ok for outcome in self._outcomes)
+
+    def _left(self, timeout_s: float | None) -> float:
+        left = max(0.0, self.deadline_s - self.clock.now_s())
+        return left if timeout_s is None else min(left, timeout_s)
+
+    def _end(self, rest: Outcome) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing)  # a memory copy: milliseconds
+            if self._result is not None:
+                return
+            outcomes = tuple(outcome or rest for outcome in self._outcomes)
+            self._result = self._summary(outcomes)
+            self._changed.notify_all()
+
+    def _summary(self, outcomes: tuple[Outcome, ...]) -> LoadResult:
+        tokens, nbytes, failed = 0, 0, []
+        whole = True
+        for move, outcome in zip(self.plan.chunks, outcomes, strict=True):
+            whole = whole and outcome.ok
+            if whole:
+                tokens += move.head.tokens
+                nbytes += outcome.nbytes
+            else:
+                failed.extend(page for page in move.pages.tolist() if page >= 0)
+        return LoadResult(
+            tokens, outcomes, tuple(failed), nbytes, self.clock.now_s() - self._started_s
+        )
+
+
+class Agent:
+    """Owns the copy pool and the lanes. Any thread."""
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        clock: Clock,
+        metrics: Metrics,
+        copy_threads: int,
+        load_queue_max: int,
+        on_damage: Callable[[Tier, Sequence[int], Sequence[ChunkKey]], None],
+        on_left: Callable[[Load], None],
+    ) -> None:
+        self.pool = _core.CopyPool(copy_threads)
+        self._hierarchy = hierarchy
+        self._clock = clock
+        self._metrics = metrics
+        self._on_damage = on_damage
+        self._on_left = on_left  # the lane is done with a load: its lease may go
+        self._lanes = [_Lane(name, load_queue_max) for name in ("memory", "below")]
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtier-read")
+        self._closing = threading.Event()
+
+    def gather(
+        self, space: Space, moves: Sequence[ChunkMove], records: Sequence[Descriptor]
+    ) -> int:
+        """Copy engine pages into memory records; returns bytes. The pages are free on return."""
+        if not moves:
+            return 0
+        plan, batch = space.need_plan(), batch_of(space, moves, records)
+        return sum(
+            plan.gather(
+                self.pool, batch.page_ids, batch.page_offsets, batch.segments[wave], first, count
+            )
+            for wave, (first, count) in enumerate(batch.waves)
+        )
+
+    def start(self, load: Load) -> None:
+        """Put a load on its lane; one that finds the lane full ends at once."""
+        with self._hierarchy.index.lock:
+            table = self._hierarchy.index.table
+            chunks = numbers(move.number for move in load.plan.chunks)
+            below = bool(((table.tiers(chunks) & 1) == 0).any()) if len(chunks) else False
+        work = self._load_mixed if below else self._load_from_memory
+        if not self._lanes[below].offer(lambda: self._guard(work, load)):
+            self._metrics.add("loads_refused")
+            load.cancel()
+            self._on_left(load)
+
+    def close(self) -> None:
+        """End the lanes; loads under way end as cancelled."""
+        self._closing.set()
+        for lane in self._lanes:
+            lane.close()
+        self._reader.shutdown(wait=False, cancel_futures=True)
+
+    # Lanes --------------------------------------------------------------------------------------
+
+    def _guard(self, work: Callable[[Load], None], load: Load) -> None:
+        try:
+            if load.done():
+                return
+            if self._closing.is_set():
+                load.cancel()
+                return
+            work(load)
+        except Exception as error:  # outermost frame of the lane: the load becomes a recompute
+            log.exception("kvtier: load failed")
+            self._metrics.add("loads_failed")
+            for position in range(len(load.plan.chunks)):
+                load.settle(position, Outcome(Status.FAILED, detail=repr(error)))
+        finally:
+            load.finish()
+            self._on_left(load)
+
+    def _load_from_memory(self, load: Load) -> None:
+        moves = list(enumerate(load.plan.chunks))
+        self._scatter(load, moves, self._locate(moves))
+
+    def _locate(self, moves: Sequence[tuple[int, ChunkMove]]) -> dict[int, Descriptor]:
+        """Records of the chunks that lie in memory, by position; leased, so they stay."""
+        found = self._hierarchy.memory.locate([move.head.key for _, move in moves])
+        return {
+            position: record
+            for (position, _), record in zip(moves, found, strict=True)
+            if record is not None
+        }
+
+    def _scatter(
+        self,
+        load: Load,
+        moves: Sequence[tuple[int, ChunkMove]],
+        records: dict[int, Descriptor],
+        *,
+        last: bool = True,
+    ) -> None:
+        """Copy records into engine pages, wave by wave; settles the chunks."""
+        present = [(position, move) for position, move in moves if position in records]
+        for position, _ in moves:
+            if position not in records:
+                load.settle(position, Outcome(Status.MISSING, detail="no longer held"))
+        if not present:
+            return
+        space = load.plan.space
+        plan = space.need_plan()
+        batch = batch_of(
+            space, [move for _, move in present], [records[position] for position, _ in present]
+        )
+        for wave, (first, count) in enumerate(batch.waves):
+            done = load.write(
+                lambda w=wave, f=first, c=count: plan.scatter(
+                    self.pool, batch.page_ids, batch.page_offsets, batch.segments[w], f, c
+                )
+            )
+            if not done:
+                return
+            if last and len(present) == len(load.plan.chunks):
+                load.wave_done(wave)
+        for position, move in present:
+            load.settle(position, Outcome(Status.OK, move.head.payload_bytes))
+
+    def _load_mixed(self, load: Load) -> None:
+        """Chunks below come up in batches: while one is verified and scattered, the next is read."""
+        moves = list(enumerate(load.plan.chunks))
+        records = self._locate(moves)
+        self._scatter(load, [(p, m) for p, m in moves if p in records], records, last=False)
+        missing = [(p, m) for p, m in moves if p not in records]
+        batches = _cut(missing)
+        ahead: tuple[list[tuple[int, ChunkMove]], Future[_Read]] | None = None
+        for batch in [*batches, None]:
+            following = None
+            if batch is not None and not load.done():
+                following = (batch, self._reader.submit(self._read, load, batch))
+            if ahead is not None:
+                self._finish_batch(load, *ahead)
+            ahead = following
+        if load.all_ok():
+            load.wave_done(load.plan.wave_count - 1)
+
+    def _read(self, load: Load, batch: list[tuple[int, ChunkMove]]) -> _Read:
+        """Reserve memory and read records from the highest tier that holds them."""
+        read = _Read()
+        with self._hierarchy.index.lock:
+            masks = self._hierarchy.index.table.tiers(numbers(m.number for _, m in batch)).tolist()
+        by_tier: dict[int, list[tuple[int, ChunkMove]]] = {}
+        for (position, move), mask in zip(batch, masks, strict=True):
+            below = [t.number for t in self._hierarchy.tiers[MEMORY + 1 :] if mask & 1 << t.number]
+            if not below:
+                read.outcomes[position] = Outcome(Status.MISSING, detail="no longer held")
+                continue
+            by_tier.setdefault(below[0], []).append((position, move))
+        for number, moves in by_tier.items():
+            tier = self._hierarchy.tiers[number]
+            targets = []
+            for position, move in moves:
+                record = self._reserve(load, move.shape.record_bytes)
+                if record is None:
+                    self._metrics.add("load_no_staging")
+                    read.outcomes[position] = Outcome(Status.RETRY, detail="no staging room")
+                    continue
+                read.records[position] = record
+                targets.append((position, move, record))
+            if not targets:
+                continue
+            outcomes = tier.backend.get(
+                [move.head.key for _, move, _ in targets],
+                [
+                    self._hierarchy.memory.view(record)[: move.shape.record_bytes]
+                    for _, move, record in targets
+                ],
+            )
+            for (position, move, _), outcome in zip(targets, outcomes, strict=True):
+                read.tiers[position] = tier
+                if outcome.ok and outcome.nbytes < move.shape.record_bytes:
+                    outcome = Outcome(
+                        Status.CORRUPT,
+                        detail=f"{outcome.nbytes} of {move.shape.record_bytes} bytes",
+                    )
+                read.outcomes[position] = outcome
+        return read
+
+    def _reserve(self, load: Load, nbytes: int) -> Descriptor | None:
+        """Room for a record, waiting until the load's deadline for somebody's lease to end."""
+        while True:
+            record = self._hierarchy.reserve(nbytes)
+            if record is not None or load.done() or self._closing.is_set():
+                return record
+            self._closing.wait(RESERVE_RETRY_S)
+
+    def _finish_batch(
+        self, load: Load, batch: list[tuple[int, ChunkMove]], reading: Future[_Read]
+    ) -> None:
+        """Verify what was read, publish it in memory, scatter it."""
+        read = reading.result()
+        damaged: dict[int, list[ChunkMove]] = {}
+        good: dict[int, Descriptor] = {}
+        read_moves = [(p, m) for p, m in batch if p in read.records and read.outcomes[p].ok]
+        verdicts = self._verify(read_moves, read.records)
+        for position, move in batch:
+            outcome = verdicts.get(position, read.outcomes[position])
+            if outcome.ok:
+                good[position] = self._hierarchy.promote(
+                    move.number, move.head.key, read.records[position]
+                )
+                self._metrics.add(
+                    f"read_bytes_{read.tiers[position].name}", move.shape.record_bytes
+                )
+                continue
+            load.settle(position, outcome)
+            if position in read.records:
+                self._hierarchy.cancel([read.records[position]])
+            if position in read.tiers:
+                tier = read.tiers[position]
+                self._metrics.add(f"read_{outcome.status.value}_{tier.name}")
+                log.warning(
+                    "kvtier: %s: chunk %s not loaded: %s",
+                    tier.name,
+                    move.head.key.hex()[:16],
+                    outcome.detail or outcome.status.value,
+                )
+                if outcome.status is not Status.RETRY:
+                    damaged.setdefault(tier.number, []).append(move)
+        for number, lost in damaged.items():
+            self._on_damage(
+                self._hierarchy.tiers[number],
+                [move.number for move in lost],
+                [move.head.key for move in lost],
+            )
+        self._scatter(load, [(p, m) for p, m in batch if p in good], good, last=False)
+
+    def _verify(
+        self, moves: list[tuple[int, ChunkMove]], records: dict[int, Descriptor]
+    ) -> dict[int, Outcome]:
+        """CORRUPT for every record whose header or segments are not what they must be."""
+        verdicts: dict[int, Outcome] = {}
+        addresses: list[int] = []
+        lengths: list[int] = []
+        digests: list[bytes] = []
+        owners: list[int] = []
+        for position, move in moves:
+            record = records[position]
+            view = self._hierarchy.memory.view(record)
+            try:
+                digests.append(check_header(view, move.head, move.shape))
+            except CorruptChunk as error:
+                verdicts[position] = Outcome(Status.CORRUPT, detail=str(error))
+                continue
+            for offset, nbytes in zip(
+                move.shape.segment_offsets, move.shape.segment_bytes, strict=True
+            ):
+                addresses.append(record.address + offset)
+                lengths.append(nbytes)
+                owners.append(position)
+        if addresses:
+            equal = self.pool.verify(
+                np.array(addresses, dtype=np.uint64),
+                np.array(lengths, dtype=np.uint64),
+                b"".join(digests),
+            )
+            for position, same in zip(owners, equal.tolist(), strict=True):
+                if not same:
+                    verdicts[position] = Outcome(
+                        Status.CORRUPT, detail="segment checksum does not match"
+                    )
+        return verdicts
+
+
+@dataclass(slots=True)
+class _Read:
+    """What reading one batch gave, by position in the plan."""
+
+    records: dict[int, Descriptor] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    tiers: dict[int, Tier] = field(default_factory=dict)
+
+
+def _cut(moves: list[tuple[int, ChunkMove]]) -> list[list[tuple[int, ChunkMove]]]:
+    """Batches of at most `READ_BATCH_BYTES`, at least one chunk each."""
+    batches: list[list[tuple[int, ChunkMove]]] = []
+    room = 0
+    for entry in moves:
+        nbytes = entry[1].shape.record_bytes
+        if not batches or room < nbytes:
+            batches.append([])
+            room = READ_BATCH_BYTES
+        batches[-1].append(entry)
+        room -= nbytes
+    return batches
+
+
+class _Lane:
+    """One thread that runs what is offered, in order."""
+
+    def __init__(self, name: str, queue_max: int) -> None:
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=queue_max)
+        self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
+        self._thread.start()
+
+    def offer(self, work: Callable[[], None]) -> bool:
+        try:
+            self._queue.put_nowait(work)
+        except queue.Full:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let what is queued run (it sees that the agent is closing), then end the thread."""
+        try:
+            self._queue.put(None, timeout=1.0)
+        except queue.Full:  # the thread is stuck in I/O below: it is a daemon and is left behind
+            return
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work()

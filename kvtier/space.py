@@ -1,0 +1,97 @@
+"""A namespace with its layout, open on a `KVTier`: what every lookup, store and load is about."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from kvtier import _core
+from kvtier.errors import ConfigError, LayoutMismatch
+from kvtier.index import NONE
+from kvtier.keys import Namespace, namespace_id
+from kvtier.layout import KvLayout, PagedKv
+from kvtier.manifest import NO_PARENT, Head, RecordShape, record_shape
+from kvtier.policy import ChunkNumbers
+from kvtier.types import KEY_BYTES, ChunkKey
+
+
+class Space:
+    """Built by `KVTier.attach`. Equal namespaces and layouts share their chunks.
+
+    Without `kv` it can look up, pin and clean up, but not move bytes.
+
+    Raises:
+        ConfigError: chunks are not whole pages.
+    """
+
+    def __init__(self, namespace: Namespace, layout: KvLayout, kv: PagedKv | None = None) -> None:
+        if namespace.chunk_tokens % layout.page_tokens:
+            raise ConfigError(
+                f"chunks of {namespace.chunk_tokens} tokens are not whole pages of "
+                f"{layout.page_tokens}"
+            )
+        self.namespace = namespace
+        self.layout = layout
+        self.kv = kv
+        self.plan = kv.copy_plan(layout) if kv is not None else None
+        self.root = namespace.root(layout.fingerprint)
+        self.id = namespace_id(self.root)
+        self.chunk_tokens = namespace.chunk_tokens
+        self.page_tokens = layout.page_tokens
+
+    def shape(self, pages: int) -> RecordShape:
+        """The stored form of a chunk of `pages` pages."""
+        return record_shape(self.layout, pages, self.namespace.waves)
+
+    @cached_property
+    def wave_of_layer(self) -> list[int]:
+        """For each layer, the wave that brings it."""
+        shape = self.shape(1)
+        return [
+            wave
+            for wave, count in enumerate(shape.layer_counts)
+            for _ in range(count)
+        ]
+
+    def head(self, key: ChunkKey, parent: bytes, tokens: int) -> Head:
+        """The manifest's fixed part that a chunk of this space must have."""
+        pages = tokens // self.page_tokens
+        shape = self.shape(pages)
+        return Head(
+            key=key,
+            parent=parent,
+            namespace_id=self.id,
+            fingerprint=self.layout.fingerprint,
+            tokens=tokens,
+            pages=pages,
+            record_bytes=shape.record_bytes,
+            payload_bytes=shape.payload_bytes,
+            segment_count=len(shape.segment_offsets),
+            layers=self.layout.layers,
+        )
+
+    def heads(self, table: _core.ChunkIndex, chunks: ChunkNumbers) -> list[Head]:
+        """Heads of held chunks of this space; the caller holds the index's lock."""
+        keys = table.keys(chunks)
+        parents = np.array([table.parent(chunk) for chunk in chunks.tolist()], dtype=np.uint32)
+        known = parents != NONE
+        parent_keys = table.keys(parents[known])
+        tokens = table.tokens(chunks).tolist()
+        heads, at = [], 0
+        for i, has_parent in enumerate(known.tolist()):
+            parent = parent_keys[at : at + KEY_BYTES] if has_parent else NO_PARENT
+            at += KEY_BYTES * has_parent
+            key = ChunkKey(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
+            heads.append(self.head(key, parent, tokens[i]))
+        return heads
+
+    def need_plan(self) -> _core.CopyPlan:
+        """The copy plan.
+
+        Raises:
+            LayoutMismatch: the space was attached without memory.
+        """
+        if self.plan is None:
+            raise LayoutMismatch("this space was attached without KV memory: it can only look up")
+        return self.plan

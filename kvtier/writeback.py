@@ -1,0 +1,257 @@
+"""The way down: one thread per lower tier turns filled memory records into stored ones.
+
+It alone writes to and removes from its tier, so removals and stores of one key keep their order.
+While one batch is being written, the next one's checksums are computed. A chunk is published below
+only when the backend says OK, which for a persistent one means durable.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier import _core
+from kvtier.backend import AddressableBackend
+from kvtier.hierarchy import Hierarchy, Tier, numbers
+from kvtier.manifest import Head, RecordShape, encode_header
+from kvtier.metrics import Metrics
+from kvtier.types import ChunkKey, Descriptor
+
+log = logging.getLogger("kvtier")
+
+BATCH_BYTES = 128 * 1024**2  # amortises one round of syncs; 25 ms of a fast disk
+BATCH_CHUNKS = 64
+
+Command = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A leased memory record on its way down; written-back records give their lease count up."""
+
+    number: int
+    head: Head
+    shape: RecordShape
+    record: Descriptor
+
+
+def seal(
+    pool: _core.CopyPool, memory: AddressableBackend, batch: Sequence[Pending]
+) -> list[memoryview]:
+    """Write each record's header, checksums included, in front of its payload in memory."""
+    addresses, lengths = [], []
+    for item in batch:
+        for offset, nbytes in zip(
+            item.shape.segment_offsets, item.shape.segment_bytes, strict=True
+        ):
+            addresses.append(item.record.address + offset)
+            lengths.append(nbytes)
+    digests = pool.checksum(
+        np.array(addresses, dtype=np.uint64), np.array(lengths, dtype=np.uint64)
+    )
+    views, at = [], 0
+    for item in batch:
+        take = 16 * len(item.shape.segment_offsets)
+        view = memory.view(item.record)[: item.shape.record_bytes]
+        header = encode_header(item.head, item.shape, digests[at : at + take])
+        view[: len(header)] = header
+        views.append(view)
+        at += take
+    return views
+
+
+class WriteBack:
+    """Threads, queue and accounts of the way into one lower tier.
+
+    One thread seals (checksums and header), the next one writes; between them waits one batch.
+    """
+
+    def __init__(
+        self,
+        hierarchy: Hierarchy,
+        tier: Tier,
+        pool: _core.CopyPool,
+        metrics: Metrics,
+        queue_bytes_max: int,
+        remove_elsewhere: Callable[[int, Sequence[ChunkKey]], None],
+    ) -> None:
+        self._hierarchy = hierarchy
+        self._tier = tier
+        self._pool = pool
+        self._metrics = metrics
+        self._queue_bytes_max = queue_bytes_max
+        self._remove_elsewhere = remove_elsewhere
+        self._changed = threading.Condition()
+        self._queue: deque[Pending | Command] = deque()
+        self._open = 0  # items queued or under way
+        self._pending_bytes = 0
+        self._closing = False
+        self._warned = ""
+        self._sealed: queue.Queue[Command | None] = queue.Queue(maxsize=1)
+        self._threads = [
+            threading.Thread(target=work, name=f"kvtier-{verb}-{tier.name}", daemon=True)
+            for verb, work in (("seal", self._seal_loop), ("write", self._write_loop))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # Callers ------------------------------------------------------------------------------------
+
+    def offer(self, items: Sequence[Pending]) -> list[Pending]:
+        """Queue leased records; those that found no room come back with their lease still held."""
+        refused = []
+        with self._changed:
+            for item in items:
+                nbytes = item.head.record_bytes
+                if self._closing or self._pending_bytes + nbytes > self._queue_bytes_max:
+                    refused.append(item)
+                    continue
+                self._queue.append(item)
+                self._open += 1
+                self._pending_bytes += nbytes
+            self._changed.notify_all()
+        if refused:
+            self._metrics.add(f"write_back_refused_{self._tier.name}", len(refused))
+        return refused
+
+    def remove(self, keys: Sequence[ChunkKey], *, quarantine: bool = False) -> None:
+        """Queue the removal of keys that the books no longer have.
+
+        A key that is stored anew after it left the books is queued behind this, never before.
+        """
+        wanted = list(keys)
+        with self._changed:
+            if self._closing:
+                return
+            self._queue.append(lambda: self._remove(wanted, quarantine))
+            self._open += 1
+            self._changed.notify_all()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes queued or being written."""
+        return self._pending_bytes
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued or under way; False if that took longer."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush, then end the threads; False if records were still waiting at the deadline."""
+        flushed = self.flush(timeout_s)
+        with self._changed:
+            self._closing = True
+            abandoned = [item for item in self._queue if isinstance(item, Pending)]
+            self._queue.clear()
+            self._changed.notify_all()
+        self._finish(abandoned)
+        for thread in self._threads:  # one that is stuck in the place's I/O is left behind
+            thread.join(timeout=60.0 if flushed else 1.0)
+        return flushed
+
+    # The threads --------------------------------------------------------------------------------
+
+    def _seal_loop(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    break
+                work = None if isinstance(self._queue[0], Pending) else self._queue.popleft()
+                batch = self._take_batch() if work is None else []
+            if batch:
+                self._seal(batch)
+            elif work is not None:
+                self._sealed.put(lambda command=work: self._guard(command, []))
+        self._sealed.put(None)
+
+    def _seal(self, batch: list[Pending]) -> None:
+        try:
+            views = seal(self._pool, self._hierarchy.memory, batch)
+        except Exception:  # outermost frame of this thread's work: the batch stays in memory only
+            log.exception("kvtier: could not seal %d records for %s", len(batch), self._tier.name)
+            self._metrics.add(f"write_back_failed_{self._tier.name}", len(batch))
+            self._finish(batch)
+            return
+        self._sealed.put(lambda: self._guard(lambda: self._write(batch, views), batch))
+
+    def _write_loop(self) -> None:
+        while (work := self._sealed.get()) is not None:
+            work()
+
+    def _take_batch(self) -> list[Pending]:
+        batch: list[Pending] = []
+        nbytes = 0
+        while self._queue and len(batch) < BATCH_CHUNKS:
+            item = self._queue[0]
+            if not isinstance(item, Pending):
+                break
+            nbytes += item.head.record_bytes
+            if batch and nbytes > BATCH_BYTES:
+                break
+            batch.append(item)
+            self._queue.popleft()
+        return batch
+
+    def _guard(self, work: Command, batch: list[Pending]) -> None:
+        try:
+            work()
+        except Exception:  # outermost frame of this thread's work: counted, and the tier goes on
+            log.exception("kvtier: %s: write-back failed", self._tier.name)
+            self._metrics.add(f"write_back_failed_{self._tier.name}", max(1, len(batch)))
+        finally:
+            self._finish(batch, commands=not batch)
+
+    def _write(self, batch: list[Pending], views: list[memoryview]) -> None:
+        tier, backend = self._tier, self._tier.backend
+        room = self._hierarchy.room_below(tier, sum(item.head.record_bytes for item in batch))
+        for number, keys in room.removals.keys_by_tier.items():
+            if number == tier.number:
+                self._remove(keys)  # now: the batch needs the room
+            else:
+                self._remove_elsewhere(number, keys)
+        if not room.granted:
+            self._metrics.add(f"write_back_no_room_{tier.name}", len(batch))
+            self._warn(f"no room for {len(batch)} chunks: bound by {room.bound}")
+            return
+        outcomes = backend.put([item.head.key for item in batch], views)
+        stored = []
+        for item, outcome in zip(batch, outcomes, strict=True):
+            if outcome.ok:
+                stored.append(item.number)
+            else:
+                self._metrics.add(f"write_back_{outcome.status.value}_{tier.name}")
+                self._warn(f"chunk not stored: {outcome.detail or outcome.status.value}")
+        if stored:
+            self._hierarchy.publish_below(tier, numbers(stored))
+            self._metrics.add(f"written_bytes_{tier.name}", sum(v.nbytes for v in views))
+            self._warned = ""
+
+    def _remove(self, keys: Sequence[ChunkKey], quarantine: bool = False) -> None:
+        backend = self._tier.backend
+        take_out = backend.quarantine if quarantine else backend.remove
+        for start in range(0, len(keys), backend.capabilities.batch_max):
+            take_out(keys[start : start + backend.capabilities.batch_max])
+
+    def _warn(self, reason: str) -> None:
+        """One log line per reason, until a store succeeds again."""
+        if self._warned != reason:
+            self._warned = reason
+            log.warning("kvtier: %s: %s (further ones are counted)", self._tier.name, reason)
+
+    def _finish(self, batch: Sequence[Pending], commands: int = 0) -> None:
+        """The batch's leases and room are given back, whatever became of it."""
+        if batch:
+            with self._hierarchy.index.lock:
+                self._hierarchy.index.table.release(numbers(item.number for item in batch))
+        with self._changed:
+            self._open -= len(batch) + commands
+            self._pending_bytes -= sum(item.head.record_bytes for item in batch)
+            self._changed.notify_all()
