@@ -4,6 +4,8 @@
 
 #include "bindings.hpp"
 #include "kvtier/chunk_keys.hpp"
+#include "kvtier/xxh3.hpp"
+#include "read_buffer.hpp"
 #include "tokens.hpp"
 
 namespace nb = nanobind;
@@ -19,6 +21,16 @@ ChunkKey to_key(const nb::bytes& key) {
   }
   std::copy_n(static_cast<const std::uint8_t*>(key.data()), result.size(), result.begin());
   return result;
+}
+
+nb::bytes xxh3_128_of(nb::handle data) {
+  const ReadBuffer buffer(data);
+  Xxh3Digest digest;
+  {
+    const nb::gil_scoped_release release;
+    digest = xxh3_128(buffer.bytes());
+  }
+  return nb::bytes(digest.data(), digest.size());
 }
 
 nb::bytes chain_keys_of(const nb::bytes& parent, nb::handle tokens_argument,
@@ -59,6 +71,8 @@ nb::bytes chain_key_of(const nb::bytes& parent, nb::handle tokens_argument,
 }  // namespace
 
 void bind_hash(nb::module_& m) {
+  m.def("xxh3_128", xxh3_128_of, nb::arg("data"),
+        "XXH3-128 of any contiguous buffer: 16 bytes in canonical (big-endian) form.");
   m.def("chain_keys", chain_keys_of, nb::arg("parent"), nb::arg("tokens"), nb::arg("chunk_tokens"),
         "Chained keys of all whole chunks of `tokens`, 32 bytes each, concatenated.");
   m.def("chain_key", chain_key_of, nb::arg("parent"), nb::arg("tokens"),
