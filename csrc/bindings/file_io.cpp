@@ -1,0 +1,110 @@
+// FileEngine: arrays of descriptors, offsets, addresses and lengths in, results per item out.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <cerrno>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "bindings.hpp"
+#include "kvtier/file_engine.hpp"
+
+namespace kvtier::bindings {
+namespace nb = nanobind;
+
+namespace {
+
+template <typename T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Results = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
+using Transfer = void (FileEngine::*)(std::span<const FileTransfer>, std::span<std::int64_t>);
+
+Results to_array(std::vector<std::int64_t> values) {
+  auto kept = std::make_unique<std::vector<std::int64_t>>(std::move(values));
+  const std::size_t count = kept->size();
+  std::int64_t* const first = kept->data();
+  nb::capsule owner(kept.get(), [](void* kept) noexcept {
+    std::unique_ptr<std::vector<std::int64_t>>{static_cast<std::vector<std::int64_t>*>(kept)};
+  });
+  kept.release();  // NOLINT: the capsule owns it now
+  return Results(first, {count}, owner);
+}
+
+template <Transfer transfer>
+Results run(FileEngine& engine, Array<std::int32_t> fds, Array<std::uint64_t> offsets,
+            Array<std::uint64_t> addresses, Array<std::uint64_t> lengths) {
+  const std::size_t count = fds.size();
+  if (offsets.size() != count || addresses.size() != count || lengths.size() != count) {
+    throw std::invalid_argument(std::to_string(count) + " descriptors, " +
+                                std::to_string(offsets.size()) + " offsets, " +
+                                std::to_string(addresses.size()) + " addresses, " +
+                                std::to_string(lengths.size()) + " lengths: as many of each");
+  }
+  std::vector<FileTransfer> items;
+  items.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    items.push_back({fds.data()[i], offsets.data()[i],
+                     reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(addresses.data()[i])),
+                     lengths.data()[i]});
+  }
+  std::vector<std::int64_t> results(count);
+  {
+    const nb::gil_scoped_release unlocked;
+    (engine.*transfer)(items, results);
+  }
+  return to_array(std::move(results));
+}
+
+Results sync(FileEngine& engine, Array<std::int32_t> fds) {
+  const std::vector<int> files(fds.data(), fds.data() + fds.size());
+  std::vector<std::int64_t> results(files.size());
+  {
+    const nb::gil_scoped_release unlocked;
+    engine.sync(files, results);
+  }
+  return to_array(std::move(results));
+}
+
+void translate_system_error(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrno(PyExc_OSError);
+  }
+}
+
+}  // namespace
+
+void bind_file_io(nb::module_& m) {
+  nb::register_exception_translator(translate_system_error);
+  nb::class_<FileEngine>(m, "FileEngine",
+                         "Batches of positional reads and writes on open files, cut into segments, "
+                         "`depth` of them in flight. Any thread, several at once.")
+      .def(
+          "__init__",
+          [](FileEngine* self, std::uint32_t depth, std::uint64_t segment_bytes,
+             const std::string& method) {
+            new (self) FileEngine(depth, segment_bytes, parse_file_method(method));
+          },
+          nb::arg("depth") = 16, nb::arg("segment_bytes") = 1 << 20, nb::arg("method") = "auto")
+      .def_prop_ro(
+          "method",
+          [](const FileEngine& engine) { return std::string(file_method_name(engine.method())); },
+          "The method in use: uring or threads.")
+      .def("read", &run<&FileEngine::read>, nb::arg("fds").noconvert(),
+           nb::arg("offsets").noconvert(), nb::arg("addresses").noconvert(),
+           nb::arg("lengths").noconvert(),
+           "Bytes read per item, fewer where the file ends, or -errno.")
+      .def("write", &run<&FileEngine::write>, nb::arg("fds").noconvert(),
+           nb::arg("offsets").noconvert(), nb::arg("addresses").noconvert(),
+           nb::arg("lengths").noconvert(), "Bytes written per item, all of them, or -errno.")
+      .def("sync", &sync, nb::arg("fds").noconvert(), "fdatasync of each: 0 or -errno.")
+      .def("close", &FileEngine::close, nb::call_guard<nb::gil_scoped_release>(),
+           "Wait for the calls in progress and release everything. Calling it again does nothing.");
+}
+
+}  // namespace kvtier::bindings
