@@ -2,8 +2,11 @@
 // 0.2.0), whose names the constants keep. All arithmetic wraps and all words are little-endian.
 #include "kvtier/xxh3.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -365,6 +368,37 @@ Xxh3Digest xxh3_128(std::span<const std::uint8_t> input, Xxh3Path path) {
     digest[8 + i] = static_cast<std::uint8_t>(hash.low >> (56 - 8 * i));
   }
   return digest;
+}
+
+void xxh3_128_pieces(ThreadPool& pool, std::span<const std::uint64_t> addresses,
+                     std::span<const std::uint64_t> lengths, std::span<Xxh3Digest> digests) {
+  const std::size_t piece_count = addresses.size();
+  if (lengths.size() != piece_count || digests.size() != piece_count) {
+    throw std::invalid_argument(std::to_string(piece_count) + " addresses, " +
+                                std::to_string(lengths.size()) + " lengths and " +
+                                std::to_string(digests.size()) + " digests, must be as many");
+  }
+  std::uint64_t total_bytes = 0;
+  for (std::size_t i = 0; i < piece_count; ++i) {
+    if (addresses[i] == 0 && lengths[i] > 0) {
+      throw std::invalid_argument("piece " + std::to_string(i) + " has address 0");
+    }
+    total_bytes += lengths[i];
+  }
+  // Small pieces share a unit, so that a unit is worth waking a thread for.
+  constexpr std::uint64_t kUnitBytes = std::uint64_t{1} << 20;
+  const std::size_t pieces_per_unit =
+      std::max<std::size_t>(1, kUnitBytes * piece_count / std::max<std::uint64_t>(1, total_bytes));
+  const std::size_t unit_count = (piece_count + pieces_per_unit - 1) / pieces_per_unit;
+  pool.run(unit_count, [&](WorkUnits& units) {
+    for (std::size_t unit = 0; units.take(unit);) {
+      const std::size_t end = std::min((unit + 1) * pieces_per_unit, piece_count);
+      for (std::size_t i = unit * pieces_per_unit; i < end; ++i) {
+        // The caller's addresses become memory here and nowhere else.
+        digests[i] = xxh3_128({reinterpret_cast<const std::uint8_t*>(addresses[i]), lengths[i]});
+      }
+    }
+  });
 }
 
 }  // namespace kvtier
