@@ -58,6 +58,15 @@ Results run(FileEngine& engine, Array<std::int32_t> fds, Array<std::uint64_t> of
   return to_array(std::move(results));
 }
 
+Results allocate(FileEngine& engine, Array<std::int32_t> fds, Array<std::uint64_t> lengths) {
+  std::vector<std::int64_t> results(fds.size());
+  {
+    const nb::gil_scoped_release unlocked;
+    engine.allocate({fds.data(), fds.size()}, {lengths.data(), lengths.size()}, results);
+  }
+  return to_array(std::move(results));
+}
+
 Results sync(FileEngine& engine, Array<std::int32_t> fds) {
   const std::vector<int> files(fds.data(), fds.data() + fds.size());
   std::vector<std::int64_t> results(files.size());
@@ -102,6 +111,8 @@ void bind_file_io(nb::module_& m) {
       .def("write", &run<&FileEngine::write>, nb::arg("fds").noconvert(),
            nb::arg("offsets").noconvert(), nb::arg("addresses").noconvert(),
            nb::arg("lengths").noconvert(), "Bytes written per item, all of them, or -errno.")
+      .def("allocate", &allocate, nb::arg("fds").noconvert(), nb::arg("lengths").noconvert(),
+           "Give each file its size and room on the disk ahead of the writes: 0 or -errno.")
       .def("sync", &sync, nb::arg("fds").noconvert(), "fdatasync of each: 0 or -errno.")
       .def("close", &FileEngine::close, nb::call_guard<nb::gil_scoped_release>(),
            "Wait for the calls in progress and release everything. Calling it again does nothing.");

@@ -19,17 +19,35 @@ namespace kvtier::bindings {
 namespace {
 
 template <typename Item>
-using Input = nb::ndarray<const Item, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Input = nb::ndarray<const Item, nb::ndim<1>, nb::device::cpu>;
 
 template <typename Item>
 using Output = nb::ndarray<nb::numpy, Item, nb::ndim<1>>;
 
 using Numbers = Input<std::uint32_t>;
 
+/// An array argument as a span, copied only if it is a strided view. Lives no longer than it.
 template <typename Item>
-std::span<const Item> view(const Input<Item>& array) {
-  return {array.data(), array.shape(0)};
-}
+class Items {
+ public:
+  explicit Items(const Input<Item>& array) : items_(array.data(), array.shape(0)) {
+    if (array.stride(0) == 1 || array.shape(0) < 2) return;
+    copy_.reserve(array.shape(0));
+    for (std::size_t i = 0; i < array.shape(0); ++i) copy_.push_back(array(i));
+    items_ = copy_;
+  }
+  Items(const Items&) = delete;
+  Items& operator=(const Items&) = delete;
+
+  operator std::span<const Item>() const { return items_; }
+
+ private:
+  std::vector<Item> copy_;
+  std::span<const Item> items_;
+};
+
+/// An array argument that is never cast: a wider number would lose its upper half in silence.
+auto array(const char* name) { return nb::arg(name).noconvert(); }
 
 template <typename Item>
 Output<Item> to_numpy(std::vector<Item> items) {
@@ -74,10 +92,9 @@ void bind_chunk_index(nb::module_& m) {
   nb::class_<ChunkIndex> index(
       m, "ChunkIndex",
       "key -> chunk number, with the prefix tree, the tiers that hold each chunk, and leases.\n\n"
-      "A number names its chunk while the chunk is known: from `add` until no tier holds it and "
-      "no\n"
-      "lease counts on it. Not thread-safe: the caller holds one lock. Unknown numbers, bad tiers\n"
-      "and ragged arrays raise ValueError and change nothing.");
+      "A number names its chunk while the chunk is known: from `add` until no tier holds it and\n"
+      "no lease counts on it. Not thread-safe: the caller holds one lock. Unknown numbers, bad\n"
+      "tiers and ragged arrays raise ValueError and change nothing.");
   index.attr("NONE") = ChunkIndex::kNone;
   index.def(nb::init<int>(), "tier_count"_a)
       .def("__len__", &ChunkIndex::size)
@@ -96,9 +113,9 @@ void bind_chunk_index(nb::module_& m) {
           "add",
           [](ChunkIndex& self, std::uint32_t parent, const nb::bytes& keys, const Numbers& tokens,
              const Input<std::uint64_t>& nbytes) {
-            return to_numpy(self.add(parent, to_keys(keys), view(tokens), view(nbytes)));
+            return to_numpy(self.add(parent, to_keys(keys), Items(tokens), Items(nbytes)));
           },
-          "parent"_a, "keys"_a, "tokens"_a, "nbytes"_a,
+          "parent"_a, "keys"_a, array("tokens"), array("nbytes"),
           "Make a run of keys known: the first continues `parent` (NONE: a root), each further\n"
           "one its predecessor. Known keys keep their number; an orphan gets its parent back.")
       .def(
@@ -106,31 +123,31 @@ void bind_chunk_index(nb::module_& m) {
           [](ChunkIndex& self, const nb::bytes& keys, const nb::bytes& parent_keys,
              const Numbers& tokens, const Input<std::uint64_t>& nbytes) {
             return to_numpy(
-                self.add_linked(to_keys(keys), to_keys(parent_keys), view(tokens), view(nbytes)));
+                self.add_linked(to_keys(keys), to_keys(parent_keys), Items(tokens), Items(nbytes)));
           },
-          "keys"_a, "parent_keys"_a, "tokens"_a, "nbytes"_a,
+          "keys"_a, "parent_keys"_a, array("tokens"), array("nbytes"),
           "Make chunks known in any order, each with its parent's key, 32 zero bytes for a root.\n"
           "One whose parent is neither known nor among `keys` has NONE as its parent.")
       .def(
           "publish",
           [](ChunkIndex& self, const Numbers& chunks, int tier) {
-            self.publish(view(chunks), tier);
+            self.publish(Items(chunks), tier);
           },
-          "chunks"_a, "tier"_a, "Say that `tier` holds these chunks.")
+          array("chunks"), "tier"_a, "Say that `tier` holds these chunks.")
       .def(
           "withdraw",
           [](ChunkIndex& self, const Numbers& chunks, int tier) {
-            return to_numpy(self.withdraw(view(chunks), tier));
+            return to_numpy(self.withdraw(Items(chunks), tier));
           },
-          "chunks"_a, "tier"_a,
+          array("chunks"), "tier"_a,
           "Say that `tier` holds them no longer; gives those that no tier holds now, each once:\n"
           "let go, but for the leased ones.")
       .def(
-          "lease", [](ChunkIndex& self, const Numbers& chunks) { self.lease(view(chunks)); },
-          "chunks"_a, "Count one more lease on each.")
+          "lease", [](ChunkIndex& self, const Numbers& chunks) { self.lease(Items(chunks)); },
+          array("chunks"), "Count one more lease on each.")
       .def(
-          "release", [](ChunkIndex& self, const Numbers& chunks) { self.release(view(chunks)); },
-          "chunks"_a, "Undo `lease`; chunks that nothing else keeps are let go.")
+          "release", [](ChunkIndex& self, const Numbers& chunks) { self.release(Items(chunks)); },
+          array("chunks"), "Undo `lease`; chunks that nothing else keeps are let go.")
       .def(
           "suffix",
           [](const ChunkIndex& self, std::uint32_t chunk) { return to_numpy(self.suffix(chunk)); },
@@ -149,34 +166,34 @@ void bind_chunk_index(nb::module_& m) {
       .def(
           "tiers",
           [](const ChunkIndex& self, const Numbers& chunks) {
-            return to_numpy(self.tiers(view(chunks)));
+            return to_numpy(self.tiers(Items(chunks)));
           },
-          "chunks"_a, "Bit t is set where tier t holds the chunk.")
+          array("chunks"), "Bit t is set where tier t holds the chunk.")
       .def(
           "tokens",
           [](const ChunkIndex& self, const Numbers& chunks) {
-            return to_numpy(self.tokens(view(chunks)));
+            return to_numpy(self.tokens(Items(chunks)));
           },
-          "chunks"_a, "How many tokens each covers.")
+          array("chunks"), "How many tokens each covers.")
       .def(
           "nbytes",
           [](const ChunkIndex& self, const Numbers& chunks) {
-            return to_numpy(self.nbytes(view(chunks)));
+            return to_numpy(self.nbytes(Items(chunks)));
           },
-          "chunks"_a, "The size of each one's record.")
+          array("chunks"), "The size of each one's record.")
       .def(
           "keys",
           [](const ChunkIndex& self, const Numbers& chunks) {
-            const std::vector<ChunkKey> keys = self.keys(view(chunks));
+            const std::vector<ChunkKey> keys = self.keys(Items(chunks));
             return nb::bytes(keys.data(), keys.size() * sizeof(ChunkKey));
           },
-          "chunks"_a, "Their keys, 32 bytes each, concatenated.")
+          array("chunks"), "Their keys, 32 bytes each, concatenated.")
       .def(
           "leases",
           [](const ChunkIndex& self, const Numbers& chunks) {
-            return to_numpy(self.leases(view(chunks)));
+            return to_numpy(self.leases(Items(chunks)));
           },
-          "chunks"_a, "How many leases count on each.");
+          array("chunks"), "How many leases count on each.");
 }
 
 void bind_lru_order(nb::module_& m) {
@@ -186,14 +203,14 @@ void bind_lru_order(nb::module_& m) {
       .def(
           "touch",
           [](LruOrder& self, const Numbers& chunks, bool insert) {
-            self.touch(view(chunks), insert);
+            self.touch(Items(chunks), insert);
           },
-          "chunks"_a, "insert"_a,
+          array("chunks"), "insert"_a,
           "Make them the most recent, the last of them first, so that the root side of a run\n"
           "outlives its leaves. Those not in the order enter it if `insert`, else are passed over.")
       .def(
-          "remove", [](LruOrder& self, const Numbers& chunks) { self.remove(view(chunks)); },
-          "chunks"_a, "Take them out; those that are not in are passed over.")
+          "remove", [](LruOrder& self, const Numbers& chunks) { self.remove(Items(chunks)); },
+          array("chunks"), "Take them out; those that are not in are passed over.")
       .def(
           "oldest",
           [](const LruOrder& self, std::size_t count) { return to_numpy(self.oldest(count)); },

@@ -1,5 +1,6 @@
 #include "kvtier/file_engine.hpp"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -27,6 +28,16 @@ bool ends_before(int fd, std::uint64_t offset) {
   struct stat status = {};
   return fstat(fd, &status) == 0 && S_ISREG(status.st_mode) &&
          std::cmp_less_equal(status.st_size, offset);
+}
+
+std::int64_t allocate_one(int fd, std::uint64_t length) {
+  if (length == 0) return 0;  // which fallocate takes for a mistake
+  std::uint32_t retries = 0;
+  while (fallocate(fd, 0, 0, static_cast<off_t>(length)) != 0) {
+    if (errno == EINTR && ++retries < kRetriesMax) continue;
+    return errno == EOPNOTSUPP || errno == ENOSYS ? 0 : -errno;
+  }
+  return 0;
 }
 
 }  // namespace
@@ -163,6 +174,18 @@ void FileEngine::read(std::span<const FileTransfer> items, std::span<std::int64_
 
 void FileEngine::write(std::span<const FileTransfer> items, std::span<std::int64_t> results) {
   Call(*this).run(FileOperation::kWrite, items, results);
+}
+
+void FileEngine::allocate(std::span<const int> fds, std::span<const std::uint64_t> lengths,
+                          std::span<std::int64_t> results) {
+  if (fds.size() != lengths.size() || fds.size() != results.size()) {
+    throw std::invalid_argument(std::to_string(fds.size()) + " descriptors, " +
+                                std::to_string(lengths.size()) + " lengths");
+  }
+  const Call call(*this);
+  for (std::size_t i = 0; i < fds.size(); ++i) {
+    results[i] = lengths[i] > kFileBytesMax ? -EFBIG : allocate_one(fds[i], lengths[i]);
+  }
 }
 
 void FileEngine::sync(std::span<const int> fds, std::span<std::int64_t> results) {

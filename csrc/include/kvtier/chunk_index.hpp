@@ -44,8 +44,8 @@ class ChunkIndex {
   /// The longest run of whole chunks from `root` on that some tier holds, and after it, if one is
   /// held, the longest partial chunk of a multiple of `page_tokens` tokens.
   ///
-  /// Reads, from the front, little more tokens than the run has: at most as many chunks beyond it
-  /// as it has itself, and never more than 15.
+  /// Reads tokens from the front, and little beyond the run: at most one chunk more than the run
+  /// itself has, and never more than 16.
   std::vector<std::uint32_t> lookup(const ChunkKey& root, std::size_t token_count,
                                     const ReadTokens& read, std::size_t chunk_tokens,
                                     std::size_t page_tokens) const;
