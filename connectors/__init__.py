@@ -1,4 +1,6 @@
 """Implementations of kvtier's connectors, one module each; loaded by name, never imported by the core."""
 
-if __name__ != "kvtier.connectors":  # reached as a bare top-level folder: a second copy of every class
+if (
+    __name__ != "kvtier.connectors"
+):  # reached as a bare top-level folder: a second copy of every class
     raise ImportError("import kvtier.connectors, not connectors")

@@ -55,7 +55,11 @@ class TorchPages:
             raise LayoutMismatch(f"elements of a head are {stride['D']} bytes apart, not adjacent")
         per_tensor = size.get("L", 1) * size.get("K", 1)
         planes, rest = divmod(per_tensor * len(tensors), layers)
-        if rest or planes not in (1, 2) or ("L" in order and (len(tensors), size["L"]) != (1, layers)):
+        if (
+            rest
+            or planes not in (1, 2)
+            or ("L" in order and (len(tensors), size["L"]) != (1, layers))
+        ):
             raise LayoutMismatch(
                 f"{len(tensors)} tensors of order {order!r} and shape {tuple(first.shape)} are not "
                 f"{layers} layers of one or two planes"
@@ -112,9 +116,7 @@ class TorchCache:
         self, tokens: Tokens, pages: Pages, *, first_token: int = 0, extras: Sequence[Extra] = ()
     ) -> StoreResult:
         """Keep the KV of `tokens`; see `KVTier.store`."""
-        return self._tier.store(
-            self.space, tokens, pages, first_token=first_token, extras=extras
-        )
+        return self._tier.store(self.space, tokens, pages, first_token=first_token, extras=extras)
 
     def lookup(self, tokens: Tokens, *, extras: Sequence[Extra] = ()) -> Hit:
         """The longest held prefix, leased; see `KVTier.lookup`."""
@@ -141,9 +143,7 @@ def _checked(tensors: Sequence[torch.Tensor], order: str) -> torch.Tensor:
     if not tensors:
         raise LayoutMismatch("no tensors")
     if len(set(order)) != len(order) or not set("NTD") <= set(order) <= set("LNKTHD"):
-        raise LayoutMismatch(
-            f"order {order!r}: needs N, T and D, may have L, K and H, each once"
-        )
+        raise LayoutMismatch(f"order {order!r}: needs N, T and D, may have L, K and H, each once")
     first = tensors[0]
     for tensor in tensors:
         if tensor.device.type != "cpu":

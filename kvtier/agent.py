@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -158,8 +159,8 @@ class Load:
             self._changed.notify_all()
 
     def _summary(self, outcomes: tuple[Outcome, ...]) -> LoadResult:
-        tokens, nbytes, failed = 0, 0, []
-        whole = True
+        tokens, nbytes, whole = 0, 0, True
+        failed: list[int] = []
         for move, outcome in zip(self.plan.chunks, outcomes, strict=True):
             whole = whole and outcome.ok
             if whole:
@@ -281,11 +282,16 @@ class Agent:
             space, [move for _, move in present], [records[position] for position, _ in present]
         )
         for wave, (first, count) in enumerate(batch.waves):
-            done = load.write(
-                lambda w=wave, f=first, c=count: plan.scatter(
-                    self.pool, batch.page_ids, batch.page_offsets, batch.segments[w], f, c
-                )
+            copy = partial(
+                plan.scatter,
+                self.pool,
+                batch.page_ids,
+                batch.page_offsets,
+                batch.segments[wave],
+                first,
+                count,
             )
+            done = load.write(copy)
             if not done:
                 return
             if last and len(present) == len(load.plan.chunks):

@@ -78,7 +78,8 @@ def parse_size(value: str | int) -> int:
     match = _SIZE.fullmatch(value)
     if match is None or match[2].lower() not in _UNITS:
         raise ConfigError(f"{value!r} is not a size; write it like '64 GiB', '500 MB' or '4096'")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    unit = _UNITS[match[2].lower()]
+    return int(match[1]) * unit if match[1].isdigit() else int(float(match[1]) * unit)
 
 
 def load_config(

@@ -109,8 +109,16 @@ class KVTier:
         tiers: list[Tier] = []
         try:
             for i, tier in enumerate(config.tiers):
-                tiers.append(_open_tier(i, tier.name or tier.kind, tier.kind, tier.capacity,
-                                        tier.policy, tier.options))
+                tiers.append(
+                    _open_tier(
+                        i,
+                        tier.name or tier.kind,
+                        tier.kind,
+                        tier.capacity,
+                        tier.policy,
+                        tier.options,
+                    )
+                )
             self.hierarchy = Hierarchy(tiers, clock, self._events, self.metrics)
             for opened in tiers[MEMORY + 1 :]:
                 if opened.backend.capabilities.persistent:
@@ -287,7 +295,14 @@ class KVTier:
             table.lease(leased)
         try:
             result = self._store_missing(
-                space, tokens, keys, sizes, held.tolist(), found.tolist(), page_ids, first_token,
+                space,
+                tokens,
+                keys,
+                sizes,
+                held.tolist(),
+                found.tolist(),
+                page_ids,
+                first_token,
                 extras,
             )
         finally:
@@ -416,7 +431,7 @@ class KVTier:
 
     def flush(self, timeout_s: float = 60.0) -> bool:
         """Wait until everything stored so far is durable below; False if that took longer."""
-        return all([writer.flush(timeout_s) for writer in self._writers.values()])
+        return all(writer.flush(timeout_s) for writer in self._writers.values())
 
     def stat(self) -> dict[str, Any]:
         """What is where: per tier its chunks, bytes and capacity; leases; what waits; counters."""
@@ -510,9 +525,7 @@ class KVTier:
         start = len(run) * space.chunk_tokens
         parent = keys[len(run) - 1] if run else space.root
         longest = min(len(tokens) - start, space.chunk_tokens - 1)
-        for tail in range(
-            longest // space.page_tokens * space.page_tokens, 0, -space.page_tokens
-        ):
+        for tail in range(longest // space.page_tokens * space.page_tokens, 0, -space.page_tokens):
             key = partial_key(parent, tokens, start, start + tail, extras)
             chunk = int(table.find(key)[0])
             if chunk != NONE and table.tiers(numbers([chunk]))[0]:
@@ -550,6 +563,8 @@ class KVTier:
                 break  # what follows could not be reached without this one
             moves.append(ChunkMove(0, head, space.shape(head.pages), pages))
             records.append(record)
+        if not moves:
+            return StoreResult(0, held_tokens, missing_tokens, 0)
         fresh = [
             (move, record)
             for move, record in zip(moves, records, strict=True)
@@ -565,7 +580,7 @@ class KVTier:
             space.id, parent_number, [move.head for move in moves], records
         )
         self._after_commit(space, moves, records, chunks)
-        self._supersede(space, tokens, keys, sizes, first, len(moves), extras)
+        self._supersede(space, tokens, keys, sizes, first, extras)
         stored = sum(move.head.tokens for move, _ in fresh)
         return StoreResult(stored, held_tokens, missing_tokens - stored, nbytes)
 
@@ -597,29 +612,26 @@ class KVTier:
         tokens: Tokens,
         keys: list[ChunkKey],
         sizes: list[int],
-        first: int,
-        count: int,
+        at: int,
         extras: Sequence[Extra],
     ) -> None:
-        """Shorter partial chunks of what is now stored longer can go."""
-        removals = Removals()
-        for i in {first, first + count - 1}:  # only where a prompt once ended can one lie
-            if i >= first + count:
-                continue
-            parent, start = (keys[i - 1] if i else space.root), i * space.chunk_tokens
-            shorter = [
-                partial_key(parent, tokens, start, start + tail, extras)
-                for tail in range(space.page_tokens, sizes[i], space.page_tokens)
-            ]
-            with self._index.lock:
-                table = self._index.table
-                partial = table.find(b"".join(shorter))
-                partial = partial[partial != NONE]
-                partial = partial[table.tiers(partial) != 0]
-                if len(partial):
-                    _, _, gone = self.hierarchy.drop(partial, "superseded")
-                    for number, lost in gone.keys_by_tier.items():
-                        removals.add(number, lost)
+        """Shorter partial chunks in place of chunk `at`, which is now stored longer, can go.
+
+        `at` is where the held run ended: behind a chunk that was not held nothing can be hit.
+        """
+        parent, start = (keys[at - 1] if at else space.root), at * space.chunk_tokens
+        shorter = [
+            partial_key(parent, tokens, start, start + tail, extras)
+            for tail in range(space.page_tokens, sizes[at], space.page_tokens)
+        ]
+        with self._index.lock:
+            table = self._index.table
+            partial = table.find(b"".join(shorter))
+            partial = partial[partial != NONE]
+            partial = partial[table.tiers(partial) != 0]
+            if not len(partial):
+                return
+            _, _, removals = self.hierarchy.drop(partial, "superseded")
         self._apply(removals)
 
     def _start_load(
@@ -722,4 +734,3 @@ def _open_tier(
 
 def _default_copy_threads() -> int:
     return max(1, min(4, len(os.sched_getaffinity(0)) // 2))
-

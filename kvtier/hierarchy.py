@@ -257,9 +257,7 @@ class Hierarchy:
         self._take_out(tier, chunks, reason, removals)
         return removals
 
-    def _take_out(
-        self, tier: Tier, chunks: ChunkNumbers, reason: str, removals: Removals
-    ) -> None:
+    def _take_out(self, tier: Tier, chunks: ChunkNumbers, reason: str, removals: Removals) -> None:
         """Books and memory of one tier; `chunks` are all held by it."""
         table = self.index.table
         keys = split_keys(table.keys(chunks))
@@ -355,8 +353,9 @@ class Hierarchy:
         known = {head.key: head.parent for head in heads}
         reachable = _reachable(known)
         orphans = [head.key for head in heads if head.key not in reachable]
-        kept = [(head, size) for head, size in zip(heads, sizes, strict=True)
-                if head.key in reachable]
+        kept = [
+            (head, size) for head, size in zip(heads, sizes, strict=True) if head.key in reachable
+        ]
         if damaged:
             tier.backend.quarantine(damaged)
             self._metrics.add(f"damaged_chunks_{tier.name}", len(damaged))

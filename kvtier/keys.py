@@ -117,9 +117,7 @@ def chunk_keys(
     """
     if not extras:
         joined = _core.chain_keys(root, tokens, chunk_tokens)
-        return [
-            ChunkKey(joined[i : i + KEY_BYTES]) for i in range(0, len(joined), KEY_BYTES)
-        ]
+        return [ChunkKey(joined[i : i + KEY_BYTES]) for i in range(0, len(joined), KEY_BYTES)]
     keys: list[ChunkKey] = []
     parent = root
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
@@ -133,6 +131,4 @@ def partial_key(
     parent: bytes, tokens: Tokens, start: int, stop: int, extras: Sequence[Extra] = ()
 ) -> ChunkKey:
     """Key of the unfinished chunk of tokens `[start, stop)` that follows the chunk `parent`."""
-    return ChunkKey(
-        _core.chain_key(parent, tokens[start:stop], extra_bytes(extras, start, stop))
-    )
+    return ChunkKey(_core.chain_key(parent, tokens[start:stop], extra_bytes(extras, start, stop)))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from kvtier import _core
 from kvtier.backend import HEAD_BYTES
@@ -53,7 +54,7 @@ def record_shape(layout: KvLayout, pages: int, waves: int) -> RecordShape:
     """The shape of a record of `pages` pages in at most `waves` segments of whole layers."""
     count = min(waves, layout.layers, SEGMENTS_MAX)
     bounds = [layout.layers * i // count for i in range(count + 1)]
-    layer_counts = tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    layer_counts = tuple(b - a for a, b in pairwise(bounds))
     layer_bytes = layout.planes * layout.page_bytes * pages
     header_bytes = align_up(HEAD_BYTES + count * _ENTRY.size)
     offsets, offset = [], header_bytes
@@ -194,11 +195,7 @@ def check_header(data: memoryview, expected: Head, shape: RecordShape) -> bytes:
     """
     head = decode_head(data)
     if head != expected:
-        wrong = [
-            name
-            for name in Head.__slots__
-            if getattr(head, name) != getattr(expected, name)
-        ]
+        wrong = [name for name in Head.__slots__ if getattr(head, name) != getattr(expected, name)]
         raise CorruptChunk(f"record of another chunk: {', '.join(wrong)} differ")
     count = len(shape.segment_offsets)
     table = bytes(data[HEAD_BYTES : HEAD_BYTES + count * _ENTRY.size])
@@ -216,5 +213,3 @@ def check_header(data: memoryview, expected: Head, shape: RecordShape) -> bytes:
             raise CorruptChunk(f"segment {i} is not where this layout has it")
         digests.append(digest)
     return b"".join(digests)
-
-

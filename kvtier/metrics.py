@@ -26,9 +26,7 @@ class Metrics:
     def observe(self, name: str, seconds: float) -> None:
         """Put one duration into the histogram `name`."""
         with self._lock:
-            counts, total = self._histograms.setdefault(
-                name, ([0] * (len(BUCKETS_S) + 1), [0.0])
-            )
+            counts, total = self._histograms.setdefault(name, ([0] * (len(BUCKETS_S) + 1), [0.0]))
             counts[bisect_left(BUCKETS_S, seconds)] += 1
             total[0] += seconds
 

@@ -64,14 +64,14 @@ def page_array(pages: Sequence[int] | npt.NDArray[np.integer]) -> PageIds:
     """
     array = np.asarray(pages)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"pages: expected a flat list of page numbers, got {array.dtype} "
-                         f"of {array.ndim} dimensions")
+        raise ValueError(
+            f"pages: expected a flat list of page numbers, got {array.dtype} "
+            f"of {array.ndim} dimensions"
+        )
     return array.astype(np.int64, copy=False)
 
 
-def chunk_pages(
-    space: Space, pages: PageIds, first_token: int, start: int, tokens: int
-) -> PageIds:
+def chunk_pages(space: Space, pages: PageIds, first_token: int, start: int, tokens: int) -> PageIds:
     """The caller's pages of the chunk of tokens `[start, start + tokens)`, -1 where it has none."""
     count = tokens // space.page_tokens
     skip = (start - first_token) // space.page_tokens

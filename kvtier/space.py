@@ -48,11 +48,7 @@ class Space:
     def wave_of_layer(self) -> list[int]:
         """For each layer, the wave that brings it."""
         shape = self.shape(1)
-        return [
-            wave
-            for wave, count in enumerate(shape.layer_counts)
-            for _ in range(count)
-        ]
+        return [wave for wave, count in enumerate(shape.layer_counts) for _ in range(count)]
 
     def head(self, key: ChunkKey, parent: bytes, tokens: int) -> Head:
         """The manifest's fixed part that a chunk of this space must have."""

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -89,7 +90,8 @@ class WriteBack:
         self._remove_elsewhere = remove_elsewhere
         self._changed = threading.Condition()
         self._queue: deque[Pending | Command] = deque()
-        self._open = 0  # items queued or under way
+        self._queued = 0  # items ever queued
+        self._finished = 0  # of those, ended one way or another, in about the same order
         self._pending_bytes = 0
         self._closing = False
         self._warned = ""
@@ -113,7 +115,7 @@ class WriteBack:
                     refused.append(item)
                     continue
                 self._queue.append(item)
-                self._open += 1
+                self._queued += 1
                 self._pending_bytes += nbytes
             self._changed.notify_all()
         if refused:
@@ -130,7 +132,7 @@ class WriteBack:
             if self._closing:
                 return
             self._queue.append(lambda: self._remove(wanted, quarantine))
-            self._open += 1
+            self._queued += 1
             self._changed.notify_all()
 
     @property
@@ -139,9 +141,10 @@ class WriteBack:
         return self._pending_bytes
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or under way; False if that took longer."""
+        """Wait until all that was queued before this call has ended; False if that took longer."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._open, timeout_s)
+            target = self._queued
+            return self._changed.wait_for(lambda: self._finished >= target, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Flush, then end the threads; False if records were still waiting at the deadline."""
@@ -164,12 +167,12 @@ class WriteBack:
                 self._changed.wait_for(lambda: self._queue or self._closing)
                 if not self._queue:
                     break
-                work = None if isinstance(self._queue[0], Pending) else self._queue.popleft()
-                batch = self._take_batch() if work is None else []
+                batch = self._take_batch()
+                work = None if batch else self._queue.popleft()
             if batch:
                 self._seal(batch)
-            elif work is not None:
-                self._sealed.put(lambda command=work: self._guard(command, []))
+            elif work is not None and not isinstance(work, Pending):
+                self._sealed.put(partial(self._guard, work, []))
         self._sealed.put(None)
 
     def _seal(self, batch: list[Pending]) -> None:
@@ -180,7 +183,7 @@ class WriteBack:
             self._metrics.add(f"write_back_failed_{self._tier.name}", len(batch))
             self._finish(batch)
             return
-        self._sealed.put(lambda: self._guard(lambda: self._write(batch, views), batch))
+        self._sealed.put(partial(self._guard, partial(self._write, batch, views), batch))
 
     def _write_loop(self) -> None:
         while (work := self._sealed.get()) is not None:
@@ -252,6 +255,6 @@ class WriteBack:
             with self._hierarchy.index.lock:
                 self._hierarchy.index.table.release(numbers(item.number for item in batch))
         with self._changed:
-            self._open -= len(batch) + commands
+            self._finished += len(batch) + commands
             self._pending_bytes -= sum(item.head.record_bytes for item in batch)
             self._changed.notify_all()

@@ -1,0 +1,255 @@
+"""kvtier's compiled core."""
+
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+
+class CopyPool:
+    """
+    Threads for memory copies and checksums; the calling thread is one of them. Calls from several threads queue up.
+    """
+
+    def __init__(self, thread_count: int) -> None: ...
+
+    @property
+    def thread_count(self) -> int:
+        """Threads, the caller included."""
+
+    @staticmethod
+    def modes() -> list[str]:
+        """The copy modes that this machine runs; the first is auto."""
+
+    def copy(self, targets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sources: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], mode: str = 'auto') -> None:
+        """Copy bytes between addresses, piece by piece, in parallel."""
+
+    def checksum(self, addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> bytes:
+        """XXH3-128 of each piece, 16 bytes each, concatenated."""
+
+    def verify(self, addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], digests: bytes) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """1 for each piece whose checksum is the one given, else 0."""
+
+class CopyPlan:
+    """
+    Where each byte of an engine's paged KV lies, and the copies between it and block-first segments. Usable from any thread.
+    """
+
+    def __init__(self, plane_addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_count: int, page_stride: int, rows: int, row_stride: int, cols: int, col_stride: int, run_bytes: int) -> None: ...
+
+    @property
+    def plane_count(self) -> int:
+        """Planes: one per (layer, K or V)."""
+
+    @property
+    def page_count(self) -> int:
+        """Pages in each plane."""
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of one page in one plane."""
+
+    def gather(self, pool: CopyPool, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], first_plane: int, plane_count: int, mode: str = 'auto') -> int:
+        """Copy engine pages into segments; returns the bytes moved."""
+
+    def scatter(self, pool: CopyPool, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], first_plane: int, plane_count: int, mode: str = 'auto') -> int:
+        """Copy segments into engine pages; returns the bytes moved."""
+
+def xxh3_128(data: object) -> bytes:
+    """
+    XXH3-128 of any contiguous buffer: 16 bytes in canonical (big-endian) form.
+    """
+
+def chain_keys(parent: bytes, tokens: object, chunk_tokens: int) -> bytes:
+    """
+    Chained keys of all whole chunks of `tokens`, 32 bytes each, concatenated.
+    """
+
+def chain_key(parent: bytes, tokens: object, extra: bytes = ...) -> bytes:
+    """
+    One key over all of `tokens`; `extra`, when not empty, is mixed in with its length.
+    """
+
+class FileEngine:
+    """
+    Batches of positional reads and writes on open files, cut into segments, `depth` of them in flight. Any thread, several at once.
+    """
+
+    def __init__(self, depth: int = 16, segment_bytes: int = 1048576, method: str = 'auto') -> None: ...
+
+    @property
+    def method(self) -> str:
+        """The method in use: uring or threads."""
+
+    def read(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Bytes read per item, fewer where the file ends, or -errno."""
+
+    def write(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Bytes written per item, all of them, or -errno."""
+
+    def allocate(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """
+        Give each file its size and room on the disk ahead of the writes: 0 or -errno.
+        """
+
+    def sync(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """fdatasync of each: 0 or -errno."""
+
+    def close(self) -> None:
+        """
+        Wait for the calls in progress and release everything. Calling it again does nothing.
+        """
+
+class Slab:
+    """
+    One anonymous mapping on huge pages, allocated in multiples of 4 KiB. Any thread.
+    """
+
+    def __init__(self, capacity_bytes: int, prefault: bool = True) -> None: ...
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte; 0 once closed."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that can be allocated."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes allocated now."""
+
+    @property
+    def prefaulted_bytes(self) -> int:
+        """Bytes from the low end that the background thread has made real."""
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The longest run that `allocate` could give."""
+
+    def allocate(self, nbytes: int) -> int:
+        """
+        Offset of a run of `nbytes`, rounded up to 4 KiB; -1 when there is none.
+        """
+
+    def free(self, offset: int) -> None:
+        """
+        Give back the run at `offset`; ValueError when none is allocated there.
+        """
+
+    def memory(self, offset: int, nbytes: int) -> Annotated[memoryview, dict(dtype='uint8', shape=(None,))]:
+        """Writable bytes, without a copy; they keep the memory mapped."""
+
+    def close(self) -> None:
+        """
+        Stop prefaulting and unmap once no memoryview is left. Calling it again does nothing.
+        """
+
+class ChunkIndex:
+    """
+    key -> chunk number, with the prefix tree, the tiers that hold each chunk, and leases.
+
+    A number names its chunk while the chunk is known: from `add` until no tier holds it and
+    no lease counts on it. Not thread-safe: the caller holds one lock. Unknown numbers, bad
+    tiers and ragged arrays raise ValueError and change nothing.
+    """
+
+    def __init__(self, tier_count: int) -> None: ...
+
+    NONE: int = 4294967295
+
+    def __len__(self) -> int: ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """
+        Everything allocated now; room of chunks let go is kept and used again.
+        """
+
+    def lookup(self, root: bytes, tokens: object, chunk_tokens: int, page_tokens: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """
+        The longest run of whole chunks that some tier holds, and after it, if one is held,
+        the longest partial chunk of a multiple of `page_tokens` tokens.
+        """
+
+    def find(self, keys: bytes) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The number of each 32-byte key, NONE where it is unknown."""
+
+    def add(self, parent: int, keys: bytes, tokens: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)], nbytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """
+        Make a run of keys known: the first continues `parent` (NONE: a root), each further
+        one its predecessor. Known keys keep their number; an orphan gets its parent back.
+        """
+
+    def add_linked(self, keys: bytes, parent_keys: bytes, tokens: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)], nbytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """
+        Make chunks known in any order, each with its parent's key, 32 zero bytes for a root.
+        One whose parent is neither known nor among `keys` has NONE as its parent.
+        """
+
+    def publish(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)], tier: int) -> None:
+        """Say that `tier` holds these chunks."""
+
+    def withdraw(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)], tier: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """
+        Say that `tier` holds them no longer; gives those that no tier holds now, each once:
+        let go, but for the leased ones.
+        """
+
+    def lease(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)]) -> None:
+        """Count one more lease on each."""
+
+    def release(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)]) -> None:
+        """Undo `lease`; chunks that nothing else keeps are let go."""
+
+    def suffix(self, chunk: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """Every known descendant, parents before children."""
+
+    def children(self, chunk: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The known chunks that continue this one, in no order."""
+
+    def parent(self, chunk: int) -> int:
+        """The chunk that this one continues; NONE for a root or an orphan."""
+
+    def held(self, tier: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """Every chunk that `tier` holds, by ascending number."""
+
+    def tiers(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """Bit t is set where tier t holds the chunk."""
+
+    def tokens(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """How many tokens each covers."""
+
+    def nbytes(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint64], dict(shape=(None,))]:
+        """The size of each one's record."""
+
+    def keys(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)]) -> bytes:
+        """Their keys, 32 bytes each, concatenated."""
+
+    def leases(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """How many leases count on each."""
+
+class LruOrder:
+    """Chunk numbers in order of last use; O(1) a chunk. Not thread-safe."""
+
+    def __init__(self) -> None: ...
+
+    def touch(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)], insert: bool) -> None:
+        """
+        Make them the most recent, the last of them first, so that the root side of a run
+        outlives its leaves. Those not in the order enter it if `insert`, else are passed over.
+        """
+
+    def remove(self, chunks: Annotated[NDArray[numpy.uint32], dict(shape=(None,), device='cpu', writable=False)]) -> None:
+        """Take them out; those that are not in are passed over."""
+
+    def oldest(self, count: int) -> Annotated[NDArray[numpy.uint32], dict(shape=(None,))]:
+        """The `count` least recent (or all, if fewer), least recent first."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, chunk: int) -> bool: ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Everything allocated now."""
