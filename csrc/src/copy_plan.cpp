@@ -1,9 +1,11 @@
 #include "kvtier/copy_plan.hpp"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace kvtier {
 namespace {
@@ -129,7 +131,7 @@ std::uint64_t CopyPlan::copy(ThreadPool& pool, const CopyRequest& request, CopyM
   const std::uint64_t total_bytes = copied_count * page_bytes;
   if (total_bytes == 0) return 0;
 
-  // Runs of planes: what lies together on both sides, up to the size of a unit.
+  // Runs of planes: what lies together on both sides, up to a lane's share of a unit.
   struct PlaneRun {
     std::uint64_t address;
     std::uint64_t stored_offset;
@@ -138,7 +140,8 @@ std::uint64_t CopyPlan::copy(ThreadPool& pool, const CopyRequest& request, CopyM
   constexpr std::uint64_t kUnitBytes = std::uint64_t{1} << 20;  // some 100 us: far above a wake-up
   std::vector<PlaneRun> runs;
   const std::uint64_t end_plane = request.first_plane + request.plane_count;
-  const std::uint64_t planes_max = std::max<std::uint64_t>(1, kUnitBytes / plane_bytes());
+  const std::uint64_t planes_max =
+      std::max<std::uint64_t>(1, kUnitBytes / kCopyLanes / plane_bytes());
   for (std::uint64_t p = request.first_plane; p < end_plane;) {
     const std::uint64_t next = std::min({planes_[p].run_end, end_plane, p + planes_max});
     runs.push_back(
@@ -163,37 +166,66 @@ std::uint64_t CopyPlan::copy(ThreadPool& pool, const CopyRequest& request, CopyM
   }
 
   if (mode == CopyMode::kAuto) mode = choose_copy_mode(runs.front().bytes, total_bytes);
-  const CopyRun copy_one = copy_run(mode);
-  // A unit is a stretch of (page, plane run) pairs in stored order.
+  const CopyKernel kernel = copy_kernel(mode);
+  // The two loops over a page's rows and columns. Sources are read in their own order, which keeps
+  // their lines prefetched; where targets are written matters less, as whole lines go past the
+  // cache.
+  struct Loop {
+    std::uint64_t count;
+    std::uint64_t paged_stride;
+    std::uint64_t stored_stride;
+  };
+  Loop outer{rows_, row_stride_, cols_ * run_bytes_};
+  Loop inner{cols_, col_stride_, run_bytes_};
+  if (kGather && row_stride_ < col_stride_) std::swap(outer, inner);
+
+  using Lanes = std::array<std::byte*, kCopyLanes>;
+  const auto copy_lanes = [&](const Lanes& paged, const Lanes& stored, std::size_t lane_count,
+                              std::uint64_t bytes) {
+    for (std::uint64_t i = 0; i < outer.count; ++i) {
+      for (std::uint64_t j = 0; j < inner.count; ++j) {
+        const std::uint64_t paged_offset = i * outer.paged_stride + j * inner.paged_stride;
+        const std::uint64_t stored_offset = i * outer.stored_stride + j * inner.stored_stride;
+        Lanes targets;
+        Lanes sources;
+        for (std::size_t lane = 0; lane < lane_count; ++lane) {
+          targets[lane] = kGather ? stored[lane] + stored_offset : paged[lane] + paged_offset;
+          sources[lane] = kGather ? paged[lane] + paged_offset : stored[lane] + stored_offset;
+        }
+        if (lane_count == kCopyLanes) {
+          kernel.lanes(targets.data(), sources.data(), bytes);
+          continue;
+        }
+        for (std::size_t lane = 0; lane < lane_count; ++lane) {
+          kernel.one(targets[lane], sources[lane], bytes);
+        }
+      }
+    }
+  };
+
+  // A unit is a stretch of (page, plane run) pairs in stored order, in whole groups of lanes.
   const std::uint64_t pair_count = pages.size() * runs.size();
-  const std::uint64_t pairs_per_unit =
-      std::max<std::uint64_t>(1, kUnitBytes * pair_count / total_bytes);
-  const std::uint64_t unit_count = (pair_count - 1) / pairs_per_unit + 1;
-  pool.run(unit_count, [&](WorkUnits& units) {
+  const std::uint64_t groups_per_unit = kUnitBytes * pair_count / total_bytes / kCopyLanes;
+  const std::uint64_t pairs_per_unit = std::max<std::uint64_t>(1, groups_per_unit) * kCopyLanes;
+  pool.run((pair_count - 1) / pairs_per_unit + 1, [&](WorkUnits& units) {
     for (std::size_t unit = 0; units.take(unit);) {
-      const std::uint64_t first_pair = unit * pairs_per_unit;
-      const std::uint64_t end_pair = std::min(first_pair + pairs_per_unit, pair_count);
-      auto page = pages.begin() + static_cast<std::ptrdiff_t>(first_pair / runs.size());
-      std::size_t r = first_pair % runs.size();
-      for (std::uint64_t pair = first_pair; pair < end_pair; ++pair) {
-        const PlaneRun& run = runs[r];
-        // The caller's addresses become memory here and nowhere else.
-        auto* const paged = reinterpret_cast<std::byte*>(run.address + page->paged_offset);
-        auto* stored = reinterpret_cast<std::byte*>(page->stored_address + run.stored_offset);
-        for (std::uint64_t t = 0; t < rows_; ++t) {
-          for (std::uint64_t h = 0; h < cols_; ++h, stored += run.bytes) {
-            std::byte* const place = paged + t * row_stride_ + h * col_stride_;
-            if constexpr (kGather) {
-              copy_one(stored, place, run.bytes);
-            } else {
-              copy_one(place, stored, run.bytes);
-            }
-          }
+      std::uint64_t pair = unit * pairs_per_unit;
+      const std::uint64_t end_pair = std::min(pair + pairs_per_unit, pair_count);
+      while (pair < end_pair) {
+        Lanes paged;
+        Lanes stored;
+        std::size_t lane_count = 0;
+        const std::uint64_t bytes = runs[pair % runs.size()].bytes;
+        for (; lane_count < kCopyLanes && pair < end_pair; ++lane_count, ++pair) {
+          const PageCopy& page = pages[pair / runs.size()];
+          const PlaneRun& run = runs[pair % runs.size()];
+          if (run.bytes != bytes) break;
+          // The caller's addresses become memory here and nowhere else.
+          paged[lane_count] = reinterpret_cast<std::byte*>(run.address + page.paged_offset);
+          stored[lane_count] =
+              reinterpret_cast<std::byte*>(page.stored_address + run.stored_offset);
         }
-        if (++r == runs.size()) {
-          r = 0;
-          ++page;
-        }
+        copy_lanes(paged, stored, lane_count, bytes);
       }
     }
     copy_fence();

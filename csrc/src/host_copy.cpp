@@ -17,42 +17,125 @@
 namespace kvtier {
 namespace {
 
+using RunCopy = void(std::byte* target, const std::byte* source, std::size_t bytes);
+
 void copy_memcpy(std::byte* target, const std::byte* source, std::size_t bytes) {
   std::memcpy(target, source, bytes);
 }
 
+template <RunCopy* kCopy>
+void copy_lanes_in_turn(std::byte* const* targets, const std::byte* const* sources,
+                        std::size_t bytes) {
+  for (std::size_t lane = 0; lane < kCopyLanes; ++lane) kCopy(targets[lane], sources[lane], bytes);
+}
+
 #if defined(__x86_64__)
-
-__attribute__((target("avx2"))) void copy_nt256(std::byte* target, const std::byte* source,
-                                                std::size_t bytes) {
-  // Whole cache lines only: a part of one would be read back from memory before it is written.
-  const std::size_t head =
-      std::min<std::size_t>(-reinterpret_cast<std::uintptr_t>(target) & 63U, bytes);
-  if (head > 0) std::memcpy(target, source, head);
-  std::size_t i = head;
-  for (; i + 64 <= bytes; i += 64) {
-    const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i));
-    const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + i + 32));
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i), low);
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i + 32), high);
-  }
-  if (i < bytes) std::memcpy(target + i, source + i, bytes - i);
-}
-
-__attribute__((target("avx512f"))) void copy_nt512(std::byte* target, const std::byte* source,
-                                                   std::size_t bytes) {
-  const std::size_t head =
-      std::min<std::size_t>(-reinterpret_cast<std::uintptr_t>(target) & 63U, bytes);
-  if (head > 0) std::memcpy(target, source, head);
-  std::size_t i = head;
-  for (; i + 64 <= bytes; i += 64) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), _mm512_loadu_si512(source + i));
-  }
-  if (i < bytes) std::memcpy(target + i, source + i, bytes - i);
-}
 
 void copy_movsb(std::byte* target, const std::byte* source, std::size_t bytes) {
   asm volatile("rep movsb" : "+D"(target), "+S"(source), "+c"(bytes) : : "memory");
+}
+
+constexpr std::size_t kLineBytes = 64;
+constexpr std::size_t kLaneStepBytes =
+    2 * kLineBytes;                           // lines of a lane at a turn: 1 is 5 % slower
+constexpr std::size_t kPrefetchBytes = 1024;  // ahead in one stream: 5 % faster than none
+
+// The next four move whole lines: `target` is aligned to a line, `bytes` is a multiple of one (of a
+// lane's step in the lanes). Nothing is prefetched in the lanes, which have enough under way.
+
+__attribute__((target("avx2"))) inline void stream_line_256(std::byte* target,
+                                                            const std::byte* source) {
+  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+  const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + 32));
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(target), low);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(target + 32), high);
+}
+
+__attribute__((target("avx2"))) void stream_one_256(std::byte* target, const std::byte* source,
+                                                    std::size_t bytes) {
+  std::size_t i = 0;
+  for (; i + kPrefetchBytes < bytes; i += kLineBytes) {
+    _mm_prefetch(reinterpret_cast<const char*>(source + i + kPrefetchBytes), _MM_HINT_NTA);
+    stream_line_256(target + i, source + i);
+  }
+  for (; i < bytes; i += kLineBytes) stream_line_256(target + i, source + i);
+}
+
+__attribute__((target("avx2"))) void stream_lanes_256(std::byte* const* targets,
+                                                      const std::byte* const* sources,
+                                                      std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += kLaneStepBytes) {
+#pragma GCC unroll 4
+    for (std::size_t lane = 0; lane < kCopyLanes; ++lane) {
+      stream_line_256(targets[lane] + i, sources[lane] + i);
+      stream_line_256(targets[lane] + i + kLineBytes, sources[lane] + i + kLineBytes);
+    }
+  }
+}
+
+__attribute__((target("avx512f"))) inline void stream_line_512(std::byte* target,
+                                                               const std::byte* source) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(target), _mm512_loadu_si512(source));
+}
+
+__attribute__((target("avx512f"))) void stream_one_512(std::byte* target, const std::byte* source,
+                                                       std::size_t bytes) {
+  std::size_t i = 0;
+  for (; i + kPrefetchBytes < bytes; i += kLineBytes) {
+    _mm_prefetch(reinterpret_cast<const char*>(source + i + kPrefetchBytes), _MM_HINT_NTA);
+    stream_line_512(target + i, source + i);
+  }
+  for (; i < bytes; i += kLineBytes) stream_line_512(target + i, source + i);
+}
+
+__attribute__((target("avx512f"))) void stream_lanes_512(std::byte* const* targets,
+                                                         const std::byte* const* sources,
+                                                         std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; i += kLaneStepBytes) {
+#pragma GCC unroll 4
+    for (std::size_t lane = 0; lane < kCopyLanes; ++lane) {
+      stream_line_512(targets[lane] + i, sources[lane] + i);
+      stream_line_512(targets[lane] + i + kLineBytes, sources[lane] + i + kLineBytes);
+    }
+  }
+}
+
+/// Bytes up to the next line. Only whole lines are streamed: of a part of one, the memory would
+/// have to read the rest back.
+std::size_t head_bytes(const std::byte* target, std::size_t bytes) {
+  return std::min<std::size_t>(-reinterpret_cast<std::uintptr_t>(target) % kLineBytes, bytes);
+}
+
+template <RunCopy* kStream>
+void copy_non_temporal(std::byte* target, const std::byte* source, std::size_t bytes) {
+  const std::size_t head = head_bytes(target, bytes);
+  if (head > 0) std::memcpy(target, source, head);
+  const std::size_t body = (bytes - head) / kLineBytes * kLineBytes;
+  kStream(target + head, source + head, body);
+  const std::size_t done = head + body;
+  if (done < bytes) std::memcpy(target + done, source + done, bytes - done);
+}
+
+template <auto* kStreamLanes, RunCopy* kStream>
+void copy_lanes_non_temporal(std::byte* const* targets, const std::byte* const* sources,
+                             std::size_t bytes) {
+  std::array<std::byte*, kCopyLanes> lane_targets;
+  std::array<const std::byte*, kCopyLanes> lane_sources;
+  std::array<std::size_t, kCopyLanes> heads;
+  for (std::size_t lane = 0; lane < kCopyLanes; ++lane) {
+    heads[lane] = head_bytes(targets[lane], bytes);
+    if (heads[lane] > 0) std::memcpy(targets[lane], sources[lane], heads[lane]);
+    lane_targets[lane] = targets[lane] + heads[lane];
+    lane_sources[lane] = sources[lane] + heads[lane];
+  }
+  const std::size_t head_max = *std::max_element(heads.begin(), heads.end());
+  const std::size_t body = (bytes - head_max) / kLaneStepBytes * kLaneStepBytes;
+  kStreamLanes(lane_targets.data(), lane_sources.data(), body);
+  for (std::size_t lane = 0; lane < kCopyLanes; ++lane) {
+    const std::size_t left = bytes - heads[lane] - body;
+    if (left == 0) continue;
+    copy_non_temporal<kStream>(lane_targets[lane] + body, lane_sources[lane] + body, left);
+  }
 }
 
 #endif
@@ -97,22 +180,30 @@ std::optional<CopyMode> find_copy_mode(std::string_view name) {
 }
 
 CopyMode choose_copy_mode(std::size_t run_bytes, std::size_t total_bytes) {
-  constexpr std::size_t kNonTemporalRunBytes = 1024;
-  static const std::size_t non_temporal_total_bytes = last_level_cache_bytes() / 2;
-  if (run_bytes < kNonTemporalRunBytes || total_bytes < non_temporal_total_bytes) {
-    return CopyMode::kMemcpy;
-  }
+  // Below, sources and targets may still lie in the cache, where memcpy finds and leaves them.
+  static const std::size_t total_bytes_min = last_level_cache_bytes() / 4;
+  // Runs of whole lines are worth streaming at any length; in others two lines are shared with the
+  // neighbours, which must not be the greater part.
+  constexpr std::size_t kRaggedRunBytesMin = 512;
+  const bool streams = run_bytes % 64 == 0 || run_bytes >= kRaggedRunBytesMin;
+  if (!streams || total_bytes < total_bytes_min) return CopyMode::kMemcpy;
   return find_copy_mode("nt256").value_or(CopyMode::kMemcpy);
 }
 
-CopyRun copy_run(CopyMode mode) {
+CopyKernel copy_kernel(CopyMode mode) {
 #if defined(__x86_64__)
-  if (mode == CopyMode::kNt256) return copy_nt256;
-  if (mode == CopyMode::kNt512) return copy_nt512;
-  if (mode == CopyMode::kMovsb) return copy_movsb;
+  if (mode == CopyMode::kNt256) {
+    return {copy_non_temporal<stream_one_256>,
+            copy_lanes_non_temporal<stream_lanes_256, stream_one_256>};
+  }
+  if (mode == CopyMode::kNt512) {
+    return {copy_non_temporal<stream_one_512>,
+            copy_lanes_non_temporal<stream_lanes_512, stream_one_512>};
+  }
+  if (mode == CopyMode::kMovsb) return {copy_movsb, copy_lanes_in_turn<copy_movsb>};
 #endif
   static_cast<void>(mode);
-  return copy_memcpy;
+  return {copy_memcpy, copy_lanes_in_turn<copy_memcpy>};
 }
 
 void copy_fence() {
@@ -164,7 +255,7 @@ void copy_pieces(ThreadPool& pool, std::span<const std::uint64_t> targets,
     }
   }
   if (mode == CopyMode::kAuto) mode = choose_copy_mode(total_bytes / lengths.size(), total_bytes);
-  const CopyRun run = copy_run(mode);
+  const CopyKernel kernel = copy_kernel(mode);
   pool.run(unit_starts.size(), [&](WorkUnits& units) {
     for (std::size_t unit = 0; units.take(unit);) {
       auto [piece, offset] = unit_starts[unit];
@@ -172,8 +263,8 @@ void copy_pieces(ThreadPool& pool, std::span<const std::uint64_t> targets,
         const std::size_t bytes = std::min<std::size_t>(left, lengths[piece] - offset);
         if (bytes == 0) continue;
         // The caller's addresses become memory here and nowhere else.
-        run(reinterpret_cast<std::byte*>(targets[piece] + offset),
-            reinterpret_cast<const std::byte*>(sources[piece] + offset), bytes);
+        kernel.one(reinterpret_cast<std::byte*>(targets[piece] + offset),
+                   reinterpret_cast<const std::byte*>(sources[piece] + offset), bytes);
         left -= bytes;
       }
     }

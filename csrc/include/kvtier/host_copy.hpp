@@ -30,11 +30,19 @@ std::optional<CopyMode> find_copy_mode(std::string_view name);
 /// What `kAuto` means for a job that moves `total_bytes` in runs of `run_bytes`.
 CopyMode choose_copy_mode(std::size_t run_bytes, std::size_t total_bytes);
 
-/// Copies one run; the two do not overlap.
-using CopyRun = void (*)(std::byte* target, const std::byte* source, std::size_t bytes);
+/// How one mode copies runs that do not overlap.
+struct CopyKernel {
+  void (*one)(std::byte* target, const std::byte* source, std::size_t bytes);
+
+  /// Copies kCopyLanes runs of `bytes` each, a few lines of each in turn if that is faster: after a
+  /// jump a single stream waits for memory, four hide each other's waits.
+  void (*lanes)(std::byte* const* targets, const std::byte* const* sources, std::size_t bytes);
+};
+
+inline constexpr std::size_t kCopyLanes = 4;
 
 /// @param mode  a runnable one, not `kAuto`
-CopyRun copy_run(CopyMode mode);
+CopyKernel copy_kernel(CopyMode mode);
 
 /// Makes the thread's non-temporal stores visible to others, as every thread must after its last
 /// run and before it reports. Costs next to nothing after the other modes.
