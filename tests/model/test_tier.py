@@ -183,7 +183,7 @@ def test_no_order_of_calls_gives_wrong_kv_or_wrong_books() -> None:
     run_state_machine_as_test(
         TierMachine,
         settings=settings(
-            max_examples=60,
+            max_examples=25,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),
