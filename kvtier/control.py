@@ -268,7 +268,8 @@ class KVTier:
         multiple of the page size. Whole chunks are stored, and of the last one its whole pages.
         Chunks that are held already cost a lookup. Bytes are copied into memory here; what goes
         further down goes on kvtier's threads. Lack of room is no error: the rest is dropped and
-        counted.
+        counted. A partial chunk stays beside the longer one that a continued prompt stores, for
+        whoever asks for the shorter prompt again; unused, it is the first of its run to be evicted.
 
         Raises:
             ValueError: `first_token` is no page boundary, or a page number is out of range.
@@ -580,7 +581,6 @@ class KVTier:
             space.id, parent_number, [move.head for move in moves], records
         )
         self._after_commit(space, moves, records, chunks)
-        self._supersede(space, tokens, keys, sizes, first, extras)
         stored = sum(move.head.tokens for move, _ in fresh)
         return StoreResult(stored, held_tokens, missing_tokens - stored, nbytes)
 
@@ -605,34 +605,6 @@ class KVTier:
             rest = [chunk for chunk in rest if chunk not in queued]
         with self._index.lock:
             self._index.table.release(numbers(rest))
-
-    def _supersede(
-        self,
-        space: Space,
-        tokens: Tokens,
-        keys: list[ChunkKey],
-        sizes: list[int],
-        at: int,
-        extras: Sequence[Extra],
-    ) -> None:
-        """Shorter partial chunks in place of chunk `at`, which is now stored longer, can go.
-
-        `at` is where the held run ended: behind a chunk that was not held nothing can be hit.
-        """
-        parent, start = (keys[at - 1] if at else space.root), at * space.chunk_tokens
-        shorter = [
-            partial_key(parent, tokens, start, start + tail, extras)
-            for tail in range(space.page_tokens, sizes[at], space.page_tokens)
-        ]
-        with self._index.lock:
-            table = self._index.table
-            partial = table.find(b"".join(shorter))
-            partial = partial[partial != NONE]
-            partial = partial[table.tiers(partial) != 0]
-            if not len(partial):
-                return
-            _, _, removals = self.hierarchy.drop(partial, "superseded")
-        self._apply(removals)
 
     def _start_load(
         self,

@@ -28,7 +28,8 @@ class Event:
     tier: str
     keys: tuple[ChunkKey, ...]
     reason: str = ""
-    """Why chunks were removed: ``evicted``, ``damaged``, ``cleanup``, ``moved``, ``superseded``."""
+    """Why chunks were removed: ``evicted``, ``damaged``, ``cleanup``, ``moved``,
+    ``unreachable``."""
 
 
 class EventLog:

@@ -140,15 +140,13 @@ def test_a_load_may_begin_inside_a_chunk(engine: Engine) -> None:
     assert (engine.memory[:, 131:] == 7).all()
 
 
-def test_a_longer_prompt_supersedes_the_partial_chunk(engine: Engine) -> None:
+def test_a_shorter_prompt_keeps_its_tail_when_a_longer_one_comes(engine: Engine) -> None:
+    """Generated tokens fill the prompt's last chunk; asked again, the prompt must still hit."""
     tokens = prompt(512)
     engine.store(tokens[:300])
-    assert engine.tier.stat()["chunks"] == 2
-    engine.store(tokens[:400])
-    assert engine.tier.stat()["chunks"] == 2
     engine.store(tokens)
-    assert engine.tier.stat()["chunks"] == 2
-    assert engine.tier.stat()["tiers"]["memory"]["used_bytes"] == 2 * RECORD
+    assert engine.right([*tokens[:300], 5, 6, 7]) == 288
+    assert engine.right(tokens) == 512
 
 
 def test_decoded_tokens_are_stored_as_their_chunks_fill(engine: Engine) -> None:

@@ -13,8 +13,9 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvtier._core import CopyPlan, CopyPool
 from numpy.typing import NDArray
+
+from kvtier._core import CopyPlan, CopyPool
 
 Bytes = NDArray[np.uint8]
 

@@ -11,8 +11,9 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from kvtier._core import chain_key, chain_keys, xxh3_128
 from numpy.typing import NDArray
+
+from kvtier._core import chain_key, chain_keys, xxh3_128
 
 ROOT = bytes(range(32))
 RANDOM = np.random.default_rng(11)
