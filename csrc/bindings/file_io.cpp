@@ -67,12 +67,12 @@ Results allocate(FileEngine& engine, Array<std::int32_t> fds, Array<std::uint64_
   return to_array(std::move(results));
 }
 
-Results sync(FileEngine& engine, Array<std::int32_t> fds) {
+Results sync(FileEngine& engine, Array<std::int32_t> fds, bool data_only) {
   const std::vector<int> files(fds.data(), fds.data() + fds.size());
   std::vector<std::int64_t> results(files.size());
   {
     const nb::gil_scoped_release unlocked;
-    engine.sync(files, results);
+    engine.sync(files, data_only, results);
   }
   return to_array(std::move(results));
 }
@@ -113,7 +113,8 @@ void bind_file_io(nb::module_& m) {
            nb::arg("lengths").noconvert(), "Bytes written per item, all of them, or -errno.")
       .def("allocate", &allocate, nb::arg("fds").noconvert(), nb::arg("lengths").noconvert(),
            "Give each file its size and room on the disk ahead of the writes: 0 or -errno.")
-      .def("sync", &sync, nb::arg("fds").noconvert(), "fdatasync of each: 0 or -errno.")
+      .def("sync", &sync, nb::arg("fds").noconvert(), nb::arg("data_only") = true,
+           "Bring each to stable storage: 0 or -errno. A folder's new names need data_only=False.")
       .def("close", &FileEngine::close, nb::call_guard<nb::gil_scoped_release>(),
            "Wait for the calls in progress and release everything. Calling it again does nothing.");
 }

@@ -9,7 +9,12 @@
 
 namespace kvtier {
 
-enum class FileOperation { kRead, kWrite, kSync };
+enum class FileOperation { kRead, kWrite, kSync, kDataSync };
+
+/// Whether the operation moves no bytes: one request an item.
+constexpr bool is_sync(FileOperation operation) {
+  return operation == FileOperation::kSync || operation == FileOperation::kDataSync;
+}
 
 /// A piece of one item that is handed to the kernel as one request.
 struct FileSegment {

@@ -49,7 +49,7 @@ bool advance(FileOperation operation, FileSegment& segment, std::int64_t result)
     segment.error = error;
     return true;
   }
-  if (operation == FileOperation::kSync) return true;
+  if (is_sync(operation)) return true;
   const auto moved = std::min(static_cast<std::uint64_t>(result), segment.remaining);
   segment.offset += moved;
   segment.address += moved;
@@ -73,13 +73,12 @@ FileBatch::FileBatch(FileOperation operation, std::span<const FileTransfer> item
 }
 
 bool FileBatch::next(FileSegment& segment) {
-  const bool is_sync = operation_ == FileOperation::kSync;
   for (; item_ < items_.size(); ++item_, item_offset_ = 0) {
     const FileTransfer& item = items_[item_];
     // Nothing more to ask of an item that failed, or whose file ended before here.
     const bool is_over =
         results_[item_] < 0 || std::cmp_greater_equal(item_offset_, results_[item_]);
-    if (is_over && !(is_sync && item_offset_ == 0)) continue;
+    if (is_over && !(is_sync(operation_) && item_offset_ == 0)) continue;
     const std::uint64_t length = std::min(segment_bytes_, item.length - item_offset_);
     segment = FileSegment{.item = item_,
                           .fd = item.fd,
@@ -87,7 +86,7 @@ bool FileBatch::next(FileSegment& segment) {
                           .address = item.address + item_offset_,
                           .remaining = length,
                           .item_offset = item_offset_};
-    item_offset_ += is_sync ? 1 : length;
+    item_offset_ += is_sync(operation_) ? 1 : length;
     ++in_flight_;
     return true;
   }
@@ -188,11 +187,11 @@ void FileEngine::allocate(std::span<const int> fds, std::span<const std::uint64_
   }
 }
 
-void FileEngine::sync(std::span<const int> fds, std::span<std::int64_t> results) {
+void FileEngine::sync(std::span<const int> fds, bool data_only, std::span<std::int64_t> results) {
   std::vector<FileTransfer> items;
   items.reserve(fds.size());
   for (const int fd : fds) items.push_back({fd, 0, nullptr, 0});
-  Call(*this).run(FileOperation::kSync, items, results);
+  Call(*this).run(data_only ? FileOperation::kDataSync : FileOperation::kSync, items, results);
 }
 
 void FileEngine::close() {

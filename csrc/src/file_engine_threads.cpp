@@ -25,6 +25,9 @@ std::int64_t request(FileOperation operation, const FileSegment& segment) {
                       static_cast<off_t>(segment.offset));
       break;
     case FileOperation::kSync:
+      result = fsync(segment.fd);
+      break;
+    case FileOperation::kDataSync:
       result = fdatasync(segment.fd);
       break;
   }

@@ -123,9 +123,9 @@ class Ring {
     io_uring_sqe entry = {};
     entry.fd = segment.fd;
     entry.user_data = slot;
-    if (operation == FileOperation::kSync) {
+    if (is_sync(operation)) {
       entry.opcode = IORING_OP_FSYNC;
-      entry.fsync_flags = IORING_FSYNC_DATASYNC;
+      if (operation == FileOperation::kDataSync) entry.fsync_flags = IORING_FSYNC_DATASYNC;
     } else {
       entry.opcode = operation == FileOperation::kRead ? IORING_OP_READ : IORING_OP_WRITE;
       entry.off = segment.offset;

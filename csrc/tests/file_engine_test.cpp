@@ -133,9 +133,11 @@ void one_bad_item_spoils_no_other(FileMethod method, std::uint32_t depth) {
         "the good one is read");
   check(target == bytes, "its bytes");
   const std::vector<int> files = {file.fd(), -1, file.fd()};
-  std::vector<std::int64_t> results(3);
-  engine.sync(files, results);
-  check(results == std::vector<std::int64_t>{0, -EBADF, 0}, "each sync for itself");
+  for (const bool data_only : {true, false}) {
+    std::vector<std::int64_t> results(3);
+    engine.sync(files, data_only, results);
+    check(results == std::vector<std::int64_t>{0, -EBADF, 0}, "each sync for itself");
+  }
   close(full);
 }
 
@@ -211,7 +213,7 @@ void mistakes_are_refused() {
   check_refused([&] { read(engine, {{0, ~std::uint64_t{0}, nullptr, 1}}); }, "an absurd offset");
   std::vector<std::int64_t> none;
   const std::vector<int> files = {1};
-  check_refused([&] { engine.sync(files, none); }, "fewer results than files");
+  check_refused([&] { engine.sync(files, true, none); }, "fewer results than files");
 }
 
 }  // namespace

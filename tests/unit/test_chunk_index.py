@@ -120,6 +120,19 @@ class TestLookup:
         with pytest.raises(TypeError, match="position 20"):
             lookup(index, tokens)
 
+    def test_a_remainder_is_read_only_where_a_partial_chunk_may_match(
+        self, index: ChunkIndex
+    ) -> None:
+        tokens: list[Any] = [*range(10), "not a token", 11]
+        whole_key = chain_keys(ROOT, tokens[:8], CHUNK_TOKENS)
+        (whole,) = add(index, whole_key)
+        assert lookup(index, tokens) == [whole]
+        part = add(index, chain_key(whole_key, tokens[8:10]), 2, int(whole))
+        with pytest.raises(TypeError, match="position 10"):
+            lookup(index, tokens)
+        index.withdraw(part, 0)
+        assert lookup(index, tokens) == [whole]
+
     @pytest.mark.parametrize(
         ("root", "chunk_tokens", "page_tokens"),
         [(b"r" * 31, 8, 2), (ROOT, 0, 2), (ROOT, 8, 0)],

@@ -69,8 +69,10 @@ class FileEngine {
   void allocate(std::span<const int> fds, std::span<const std::uint64_t> lengths,
                 std::span<std::int64_t> results);
 
-  /// fdatasync each file; `results[i]` is 0 or -errno.
-  void sync(std::span<const int> fds, std::span<std::int64_t> results);
+  /// Bring each file to stable storage; `results[i]` is 0 or -errno.
+  ///
+  /// `data_only` is fdatasync: enough to find a file's bytes again, not a folder's new names.
+  void sync(std::span<const int> fds, bool data_only, std::span<std::int64_t> results);
 
   /// Wait for the calls in progress and release everything; later calls are refused.
   void close();
