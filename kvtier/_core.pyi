@@ -92,8 +92,10 @@ class FileEngine:
         Give each file its size and room on the disk ahead of the writes: 0 or -errno.
         """
 
-    def sync(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
-        """fdatasync of each: 0 or -errno."""
+    def sync(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], data_only: bool = True) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """
+        Bring each to stable storage: 0 or -errno. A folder's new names need data_only=False.
+        """
 
     def close(self) -> None:
         """

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.agent import Agent, Load
+from kvtier.backend import Backend
 from kvtier.clock import Clock, SystemClock
-from kvtier.config import Config, load_config
+from kvtier.config import Config, TierConfig, load_config
 from kvtier.connector import ReadPage, prove_layout
 from kvtier.errors import Closed, ConfigError, LeaseExpired
 from kvtier.events import Event, EventLog
@@ -98,7 +99,7 @@ class KVTier:
     Made by `open`. A miss, a full tier or a slow disk never raises; wrong use does.
     """
 
-    def __init__(self, config: Config, clock: Clock) -> None:
+    def __init__(self, config: Config, clock: Clock, backends: Mapping[str, Backend]) -> None:
         self.config = config
         self.metrics = Metrics()
         self._clock = clock
@@ -108,17 +109,8 @@ class KVTier:
         self._load_leases: dict[int, ChunkNumbers] = {}
         tiers: list[Tier] = []
         try:
-            for i, tier in enumerate(config.tiers):
-                tiers.append(
-                    _open_tier(
-                        i,
-                        tier.name or tier.kind,
-                        tier.kind,
-                        tier.capacity,
-                        tier.policy,
-                        tier.options,
-                    )
-                )
+            for i, wanted in enumerate(config.tiers):
+                tiers.append(_open_tier(i, wanted, backends.get(wanted.name or wanted.kind)))
             self.hierarchy = Hierarchy(tiers, clock, self._events, self.metrics)
             for opened in tiers[MEMORY + 1 :]:
                 if opened.backend.capabilities.persistent:
@@ -157,14 +149,18 @@ class KVTier:
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         clock: Clock | None = None,
+        backends: Mapping[str, Backend] | None = None,
     ) -> Self:
         """Open the tiers; a persistent one brings back what it held.
+
+        `backends` gives ready ones by tier name, in place of those that the config names: for
+        wrappers and tests. They are closed with the `KVTier`.
 
         Raises:
             ConfigError: a setting is unknown or does not fit.
             BackendUnavailable: a place cannot be opened, or another process has it open.
         """
-        return cls(load_config(config), clock or SystemClock())
+        return cls(load_config(config), clock or SystemClock(), backends or {})
 
     def __enter__(self) -> Self:
         return self
@@ -693,15 +689,14 @@ _NO_MASKS: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 _NO_SIZES: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
 
 
-def _open_tier(
-    number: int, name: str, kind: str, capacity_bytes: int, policy: str, options: Mapping[str, Any]
-) -> Tier:
+def _open_tier(number: int, config: TierConfig, ready: Backend | None) -> Tier:
     path = f"tiers.{number}"
-    wanted = dict(options)
-    if number == MEMORY and kind == "memory":
-        wanted.setdefault("capacity", capacity_bytes)
-    order = open_policy(policy, f"{path}.policy")
-    return Tier(number, name, open_backend(kind, wanted, path), order, capacity_bytes)
+    order = open_policy(config.policy, f"{path}.policy")
+    options = dict(config.options)
+    if number == MEMORY and config.kind == "memory":
+        options.setdefault("capacity", config.capacity)
+    backend = ready or open_backend(config.kind, options, path)
+    return Tier(number, config.name or config.kind, backend, order, config.capacity)
 
 
 def _default_copy_threads() -> int:
