@@ -208,7 +208,7 @@ class BackendSuite(abc.ABC):
         outcomes = backend.get(keys, [memoryview(target) for target in targets])
         for i, (key, outcome, target) in enumerate(zip(keys, outcomes, targets, strict=True)):
             if i % 2 == 0:
-                assert (outcome.status, target) == (Status.OK, record(key, 300))
+                assert (outcome.status, bytes(target)) == (Status.OK, record(key, 300))
             else:
                 assert outcome.status is Status.MISSING
 
