@@ -47,10 +47,10 @@ _RECONCILE_BATCH = 1024  # records noted in one transaction
 _DIRECT = getattr(os, "O_DIRECT", 0)  # systems without it cache
 _PASSING = {errno.EAGAIN, errno.EINTR, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EBUSY}
 
-_FOLDERS = [f"{first:02x}" for first in range(256)]
 _RECORD_NAME = re.compile(r"([0-9a-f]{64})\.kvc")
 _TEMPORARY_NAME = re.compile(r"[0-9a-f]{64}\.[0-9]+\.tmp")
-_OWN_NAMES = {"lock", "index", "quarantine", *_FOLDERS}
+_FOLDER_NAME = re.compile(r"[0-9a-f]{2}")
+_OWN_NAMES = {"lock", "index", "quarantine"}
 
 _log = logging.getLogger("kvtier.posix")
 
@@ -98,13 +98,10 @@ class PosixBackend(Backend):
             self._engine = FileEngine(options.depth, options.segment, options.method)
             undo.callback(self._engine.close)
             try:
-                for folder in (*_FOLDERS, "quarantine"):
-                    (self._root / folder).mkdir(exist_ok=True)
                 self._direct = _DIRECT if _can_go_direct(self._root, self._engine) else 0
                 self._index = PosixIndex(self._root / "index")
                 undo.callback(self._index.close)
                 self._reconcile()
-                self._sync_folders([os.fspath(self._root)])
             except (OSError, lmdb.Error) as error:
                 raise BackendUnavailable(f"{self._root}: {error}") from error
             undo.pop_all()
@@ -163,6 +160,10 @@ class PosixBackend(Backend):
         check_batch(_CAPABILITIES.batch_max, keys)
         folder = self._root / "quarantine"
         with self._calls.one():
+            try:
+                folder.mkdir(0o700, exist_ok=True)
+            except OSError as error:
+                return [_fault(error.errno or errno.EIO)] * len(keys)
             outcomes = self._take_away(
                 keys, lambda path: os.replace(path, folder / os.path.basename(path))
             )
@@ -222,7 +223,14 @@ class PosixBackend(Backend):
     def _draft(self, position: int, key: ChunkKey, path: str, buffer: _Buffer) -> _Draft:
         temporary = f"{path[: -len('.kvc')]}.{next(self._temporary_numbers)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        fd = os.open(temporary, flags | (self._direct if buffer.is_aligned(0) else 0), 0o600)
+        if buffer.is_aligned(0):
+            flags |= self._direct
+        try:
+            fd = os.open(temporary, flags, 0o600)
+        except FileNotFoundError:  # the first record of its folder
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(os.path.dirname(path), 0o700)
+            fd = os.open(temporary, flags, 0o600)
         return _Draft(position, key, path, temporary, buffer, fd)
 
     def _write(self, drafts: list[_Draft], outcomes: list[Outcome]) -> list[_Draft]:
@@ -266,10 +274,11 @@ class PosixBackend(Backend):
     ) -> None:
         """Sync the folders of all that is OK, of what was there before too: its writer may still
         be at this point."""
+        root = os.fspath(self._root)  # in case one of the folders is new
         folders = {os.path.dirname(path) for path, o in zip(paths, outcomes, strict=True) if o.ok}
-        failed = self._sync_folders(sorted(folders))
+        failed = self._sync_folders([root, *folders])
         for position, path in enumerate(paths):
-            error = failed.get(os.path.dirname(path))
+            error = failed.get(os.path.dirname(path), failed.get(root))
             if error is not None and outcomes[position].ok:
                 self._take_away([keys[position]], os.unlink)
                 outcomes[position] = _fault(error)
@@ -348,8 +357,11 @@ class PosixBackend(Backend):
         """Make the index say what the folders hold, and delete what a crash left half-written."""
         known = self._index.take_known()
         unknown: list[tuple[int, ChunkKey, os.stat_result]] = []
-        foreign_count = sum(name not in _OWN_NAMES for name in os.listdir(self._root))
-        for folder in _FOLDERS:
+        foreign_count = 0
+        for folder in sorted(os.listdir(self._root)):
+            if not (_FOLDER_NAME.fullmatch(folder) and (self._root / folder).is_dir()):
+                foreign_count += folder not in _OWN_NAMES
+                continue
             with os.scandir(self._root / folder) as entries:
                 for entry in entries:
                     name = _RECORD_NAME.fullmatch(entry.name)
@@ -466,7 +478,9 @@ def _lock_folder(root: Path) -> int:
 
 def _can_go_direct(root: Path, engine: FileEngine) -> bool:
     """Whether a page can be written past the page cache; some file systems refuse only then."""
-    name = root / _FOLDERS[0] / f"{'0' * 2 * KEY_BYTES}.0.tmp"  # cleared away if we die here
+    folder = root / "00"
+    name = folder / f"{'0' * 2 * KEY_BYTES}.0.tmp"  # cleared away if we die here
+    folder.mkdir(0o700, exist_ok=True)
     try:
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | _DIRECT, 0o600)
     except OSError as error:

@@ -60,7 +60,7 @@ def test_any_contiguous_buffer_has_a_checksum() -> None:
 
 def test_what_is_no_contiguous_buffer_has_no_checksum() -> None:
     with pytest.raises(TypeError):
-        xxh3_128("text")  # type: ignore[arg-type]
+        xxh3_128("text")
     with pytest.raises((BufferError, ValueError)):
         xxh3_128(memoryview(BYTES)[::2])
 
