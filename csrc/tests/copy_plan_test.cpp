@@ -62,12 +62,12 @@ struct Case {
     shape.page_count = up_to(7);
     const std::uint64_t planes = up_to(6);
     cross_layer = up_to(2) == 1;
-    shape.page_stride = cross_layer ? page_span * planes : page_span;
+    foreign = up_to(2) == 1 ? planes : 1;  // what is not copied lies behind the first plane or all
+    shape.page_stride = cross_layer ? page_span * (planes + 1) : page_span;
     const std::size_t tensor_bytes = shape.page_count * shape.page_stride;
     for (std::uint64_t p = 0; p < planes; ++p) {
       if (p == 0 || !cross_layer) tensors.push_back(random_bytes(tensor_bytes, random));
-      addresses.push_back(cross_layer ? address(tensors[0]) + p * page_span
-                                      : address(tensors.back()));
+      addresses.push_back(address(tensors.back()) + plane_offset(p));
     }
     first_plane = random() % planes;
     plane_count = up_to(planes - first_plane);
@@ -82,6 +82,10 @@ struct Case {
       // One byte more, so that an empty chunk has an address too.
       segments.push_back(random_bytes(pages * plane_count * plane_bytes() + 1, random));
     }
+  }
+
+  std::uint64_t plane_offset(std::uint64_t p) const {
+    return cross_layer ? (p < foreign ? p : p + 1) * page_span : 0;
   }
 
   std::uint64_t plane_bytes() const { return shape.rows * shape.cols * shape.run_bytes; }
@@ -104,9 +108,8 @@ struct Case {
               for (std::uint64_t x = 0; x < shape.run_bytes; ++x, ++at) {
                 if (page_ids[i] < 0) continue;
                 const std::uint64_t place =
-                    static_cast<std::uint64_t>(page_ids[i]) * shape.page_stride +
-                    (cross_layer ? p * page_span : 0) + t * shape.row_stride +
-                    h * shape.col_stride + x;
+                    static_cast<std::uint64_t>(page_ids[i]) * shape.page_stride + plane_offset(p) +
+                    t * shape.row_stride + h * shape.col_stride + x;
                 visit(tensor[place], segments[c][at]);
               }
             }
@@ -119,6 +122,7 @@ struct Case {
   PageShape shape{};
   std::uint64_t page_span = 0;
   bool cross_layer = false;
+  std::uint64_t foreign = 0;
   std::vector<Bytes> tensors;
   std::vector<std::uint64_t> addresses;
   std::uint64_t first_plane = 0;

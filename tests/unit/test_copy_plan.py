@@ -93,6 +93,12 @@ def cross_layer(s: Size) -> Engine:
     return Engine([whole], [whole[:, layer, kv] for layer in range(s.layers) for kv in (0, 1)])
 
 
+def interrupted(s: Size) -> Engine:
+    """Cross-layer with something else after the first plane: stretches of unequal length."""
+    whole = filled(s.pages, 2 * s.layers + 1, s.rows, s.cols, s.run)
+    return Engine([whole], [whole[:, plane] for plane in (0, *range(2, 2 * s.layers + 1))])
+
+
 def token_first(s: Size) -> Engine:
     """All layers of a token together: [pages, rows, layers, 2, cols, run]."""
     whole = filled(s.pages, s.rows, s.layers, 2, s.cols, s.run)
@@ -131,6 +137,7 @@ LAYOUTS: list[Callable[[Size], Engine]] = [
     separate,
     latent,
     cross_layer,
+    interrupted,
     token_first,
     heads_first,
     cross_layer_heads_first,
