@@ -100,9 +100,9 @@ class ConnectorSuite(abc.ABC):
         pages = self.pages(engine, len(tokens), seed=99)
         loaded = engine.load(tokens, pages)
         assert at_least <= loaded <= len(tokens)
-        assert np.array_equal(
-            engine.read(loaded, pages), engine.expected(tokens)[:, :, :loaded]
-        ), "KV came back wrong"
+        assert np.array_equal(engine.read(loaded, pages), engine.expected(tokens)[:, :, :loaded]), (
+            "KV came back wrong"
+        )
         return loaded
 
     def test_kv_comes_back_bit_for_bit_in_other_pages(self, tier: KVTier) -> None:

@@ -55,6 +55,8 @@ class TestPosixBackend(BackendSuite):
 
 
 class TestPosixBackendThroughThreads(BackendSuite):
+    model_examples = 5
+
     def make(self, root: Path) -> PosixBackend:
         backend = open_posix(root, method="threads", segment=ALIGN_BYTES, depth=3, durable=False)
         assert backend.method == "threads"
@@ -62,6 +64,8 @@ class TestPosixBackendThroughThreads(BackendSuite):
 
 
 class TestPosixBackendThroughThePageCache(BackendSuite):
+    model_examples = 5
+
     def make(self, root: Path) -> PosixBackend:
         return open_without_direct(root, durable=False)
 

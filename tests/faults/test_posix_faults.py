@@ -166,12 +166,15 @@ def test_a_truncated_record_gives_what_is_left_of_it(
 
 
 def test_a_full_index_fails_no_record(backend: PosixBackend, tmp_path: Path) -> None:
-    """The index cannot grow past the limit; the records are there, and known after reopening."""
+    """The index cannot grow past the limit; the records are there, and are noted afterwards."""
     with limited(resource.RLIMIT_FSIZE, 8192):
         assert put(backend, KEYS[:4], 100) == [Status.OK] * 4
         assert [get(backend, key, 100)[1] for key in KEYS[:4]] == [
             record(key, 100) for key in KEYS[:4]
         ]
+        backend.remove(KEYS[3:4])
+    assert {stored.key for stored in backend.scan()} == set(KEYS[:3])
+    assert put(backend, KEYS[3:4], 100) == [Status.OK]
     backend.close()
     with PosixBackend(PosixOptions(path=str(tmp_path))) as again:
         assert {stored.key for stored in again.scan()} == set(KEYS[:4])
