@@ -14,6 +14,7 @@ import os
 import shutil
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvtier.types import KEY_BYTES, ChunkKey
 _ENTRY = struct.Struct("<QQQ")  # use sequence, file bytes, room in bytes; the head follows
 _MAP_BYTES = 256 << 20  # address space only; doubled when full, at about 500 bytes a record
 _SCAN_BATCH = 1024  # records read under one hold of the lock
+_WAITING_MAX = 1024  # changes that a full disk keeps from being noted
 
 _log = logging.getLogger("kvtier.posix")
 
@@ -50,8 +52,8 @@ class PosixIndex:
     during which the file is in use, or after a clean close the file's checksum; whatever else is
     found at the opening means beginning anew.
 
-    A change that LMDB refuses (disk full) is logged and lost here, never the record's fault: the
-    next opening finds it out from the files.
+    A change that LMDB refuses (disk full) is never the record's fault: it waits for the next one,
+    and if it is never taken, the next opening finds it out from the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,6 +67,8 @@ class PosixIndex:
         self._sequence = 1
         self._is_open = True
         self._has_complained = False
+        self._waiting: deque[tuple[Callable[[lmdb.Transaction], None], int]]
+        self._waiting = deque(maxlen=_WAITING_MAX)  # beyond it the oldest is lost
         self._environment, known = _open_or_begin_anew(folder)
         self._known_at_opening = {key: file_bytes for key, (_, file_bytes) in known.items()}
         for sequence, _ in known.values():
@@ -113,6 +117,7 @@ class PosixIndex:
         """Every record known, oldest use first."""
         with self._lock:
             self._require_open()
+            self._apply_waiting()
             known = _read(self._environment)
         order = sorted((sequence, key) for key, (sequence, _) in known.items())
         del known
@@ -127,6 +132,7 @@ class PosixIndex:
         with self._lock, contextlib.suppress(lmdb.Error, OSError):  # else: rebuilt next time
             self._is_open = False
             try:
+                self._apply_waiting()
                 self._environment.sync(True)
             finally:
                 self._environment.close()
@@ -148,19 +154,25 @@ class PosixIndex:
 
     def _change(self, change: Callable[[lmdb.Transaction], None], count: int) -> None:
         with self._lock:
-            try:
+            self._waiting.append((change, count))
+            self._apply_waiting()
+
+    def _apply_waiting(self) -> None:
+        try:
+            while self._waiting:
+                change, count = self._waiting[0]
                 try:
                     with self._environment.begin(write=True) as transaction:
                         change(transaction)
                 except lmdb.MapFullError:
                     self._environment.set_mapsize(2 * self._environment.info()["map_size"])
-                    with self._environment.begin(write=True) as transaction:
-                        change(transaction)
+                    continue
+                self._waiting.popleft()
                 self._sequence += count
-            except lmdb.Error as error:
-                if not self._has_complained:
-                    self._has_complained = True
-                    _log.warning("%s: not all changes are noted: %s", self._folder, error)
+        except lmdb.Error as error:
+            if not self._has_complained:
+                self._has_complained = True
+                _log.warning("%s: cannot note changes for now: %s", self._folder, error)
 
 
 class _Damaged(Exception):

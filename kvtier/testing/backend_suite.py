@@ -69,6 +69,8 @@ class BackendSuite(abc.ABC):
 
     big_record_bytes = (9 << 20) + 2 * ALIGN_BYTES
     """Of one record; several of them must fit."""
+    model_examples = 25
+    """Random sequences of calls that are compared with a dict."""
     knows_use_order = True
     """Whether `scan` follows `remember_use`; a place that cannot know says so here."""
 
@@ -461,7 +463,10 @@ class BackendSuite(abc.ABC):
                 self.backend.close()
 
         run_state_machine_as_test(
-            Machine, settings=settings(max_examples=25, stateful_step_count=20, deadline=None)
+            Machine,
+            settings=settings(
+                max_examples=self.model_examples, stateful_step_count=20, deadline=None
+            ),
         )
 
 
