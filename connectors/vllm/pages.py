@@ -1,0 +1,156 @@
+"""vLLM's KV tensors as kvtier sees them: one opaque plane per layer, addressed through strides.
+
+vLLM hands out one view ``[block, head, token, content]`` per layer. Its order in memory is a choice
+of the backend (layers or blocks may be outermost), so nothing here assumes contiguity: the page
+stride is the view's. Inside a page the CPU backends pack K and V as their kernels like, over the
+whole page, so only whole pages are copied and the packing is a part of the layout's fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtier.errors import ConfigError, LayoutMismatch
+from kvtier.layout import KvLayout, PagedKv
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The engine's KV memory, described for `KVTier.attach`."""
+
+    layout: KvLayout
+    kv: PagedKv
+    layer_of: dict[str, int]
+    """vLLM's layer name to the layer's number; layers that share memory share the number."""
+
+
+def page_tokens(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens in one of vLLM's blocks.
+
+    Raises:
+        ConfigError: the model keeps more than one kind of KV, or not all of it.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        raise ConfigError(
+            f"this model's KV cache has the groups {', '.join(kinds) or 'none'}; kvtier caches models "
+            "of one group of full attention (for models with sliding windows, start vLLM with "
+            "--disable-hybrid-kv-cache-manager)"
+        )
+    return int(groups[0].kv_cache_spec.block_size)
+
+
+def describe_pages(
+    kv_caches: Mapping[str, torch.Tensor], tokens: int, page_count: int, packing: str
+) -> Pages:
+    """Layout and addresses of the registered tensors; pages hold `tokens` tokens.
+
+    Raises:
+        LayoutMismatch: the tensors are not equal, not in host memory, or a page of one layer is not
+            one piece.
+    """
+    if not kv_caches:
+        raise LayoutMismatch("vLLM registered no KV tensors")
+    layer_of: dict[str, int] = {}
+    number_at: dict[int, int] = {}
+    tensors: list[torch.Tensor] = []
+    for name, tensor in kv_caches.items():
+        if not hasattr(tensor, "data_ptr"):
+            raise LayoutMismatch(f"layer {name} keeps {type(tensor).__name__}, not one tensor")
+        if tensor.device.type != "cpu":
+            raise LayoutMismatch(
+                f"layer {name} lies on {tensor.device}: this version of kvtier serves KV in host "
+                "memory (vLLM's CPU backend) only"
+            )
+        if tensor.data_ptr() not in number_at:  # else a layer that reuses another's KV
+            number_at[tensor.data_ptr()] = len(tensors)
+            tensors.append(tensor)
+        layer_of[name] = number_at[tensor.data_ptr()]
+    shapes = {(tuple(t.shape), t.stride(), t.dtype) for t in tensors}
+    if len(shapes) != 1:
+        raise LayoutMismatch(f"layers differ in shape, strides or dtype: {sorted(map(str, shapes))}")
+    shape, strides, dtype = shapes.pop()
+    item = tensors[0].element_size()
+    page_bytes = int(np.prod(shape[1:])) * item
+    if shape[0] != page_count:
+        raise LayoutMismatch(f"tensors of {shape[0]} blocks, vLLM speaks of {page_count}")
+    if not _is_one_piece(shape[1:], strides[1:]):
+        raise LayoutMismatch(
+            f"a block of shape {tuple(shape[1:])} with strides {tuple(strides[1:])} is not one piece "
+            "of memory; choose another order, such as VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
+    layout = KvLayout.opaque(
+        layers=len(tensors),
+        page_tokens=tokens,
+        page_bytes=page_bytes,
+        dtype=str(dtype).removeprefix("torch."),
+        packing=f"{packing}/{'x'.join(map(str, shape[1:]))}",
+    )
+    kv = PagedKv(
+        plane_addresses=np.array([t.data_ptr() for t in tensors], dtype=np.uint64),
+        page_count=page_count,
+        page_stride=strides[0] * item,
+        owner=tensors,
+    )
+    return Pages(layout, kv, layer_of)
+
+
+def packing_name(vllm_config: VllmConfig, layer: str, tensor: torch.Tensor) -> str:
+    """Names how the attention backend packs a page: its own name, its instruction set, and proof.
+
+    The proof is the hash of a page that the backend fills with known tokens: it changes with the
+    packing and with nothing else, so chunks outlive an update of vLLM that leaves the packing alone. A
+    backend that cannot be asked this way is trusted only within one version of vLLM.
+    """
+    import vllm
+
+    module = vllm_config.compilation_config.static_forward_context[layer]
+    backend = module.get_attn_backend().get_name()
+    isa = getattr(module, "isa", "")
+    try:
+        proof = _packing_proof(module, tensor)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        proof = f"vllm {vllm.__version__}"
+    return f"vllm-cpu/{backend}/{isa}/{proof}"
+
+
+def _packing_proof(module: Any, tensor: torch.Tensor) -> str:
+    import torch
+
+    _, heads, tokens, content = tensor.shape
+    size = content // 2
+    page = torch.zeros((2, heads, tokens, content), dtype=tensor.dtype)
+    dtype = module.dtype if hasattr(module, "dtype") else torch.get_default_dtype()
+    # Small integers: exact in every dtype, also as fp8, and different along each axis.
+    key = torch.arange(tokens * heads * size).reshape(tokens, heads, size) % 13
+    slots = torch.arange(tokens, 2 * tokens)  # page 1, in order
+    module.impl.do_kv_cache_update(
+        module, key.to(dtype), (key % 7 + 1).to(dtype), page, slots
+    )
+    if not page[1].view(torch.uint8).any() or page[0].view(torch.uint8).any():
+        raise ValueError("the backend did not fill the page it was told to")
+    return hashlib.sha256(page[1].view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _is_one_piece(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, extent in sorted(zip(strides, shape, strict=True)):
+        if extent == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= extent
+    return True

@@ -1,0 +1,247 @@
+"""The worker's side: copies hits into vLLM's pages and full chunks out of them.
+
+Everything vLLM calls runs on its own thread, in the order of `connector`. Copies out of pages are done
+before a call returns, so that whatever vLLM does with a page afterwards (preemption, abort, reuse)
+cannot change what was stored. Copies into pages run on kvtier's threads and are over, for certain,
+before vLLM is told that they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvtier.agent import Load
+from kvtier.control import Hit
+from kvtier.keys import Extra
+from kvtier.space import Space
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.engine import Engine
+
+IDLE_WAIT_S = 0.002  # while all requests wait for loads vLLM spins; this leaves it the processor
+
+Guard = Callable[[str, Exception], None]
+"""Where a fault that was turned into a recompute is logged and counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Copy a hit into a request's pages."""
+
+    request_id: str
+    space: Space
+    hit: Hit | None
+    """None: it was lost between promise and order, so the pages are failed at once."""
+    first_token: int
+    pages: Sequence[int]
+    between_steps: bool
+    """The request waits, others go on; else the forward pass of this step needs the pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """Copy chunks that are full out of a request's pages."""
+
+    request_id: str
+    space: Space
+    tokens: Sequence[int]
+    """From the start of the prompt to the end of what is stored."""
+    extras: tuple[Extra, ...]
+    pages: Sequence[int]
+    """All pages of `tokens`."""
+    first_token: int
+    """Where the first chunk to store begins."""
+    attempt: int
+    """Counts the times the request's KV had to be made anew after a failed load."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What the scheduler's side wants of one engine step."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    stores: list[StoreOrder] = field(default_factory=list)
+    """To be done after the forward pass."""
+    last_stores: list[StoreOrder] = field(default_factory=list)
+    """Of requests that ended: to be done before anything else overwrites their pages."""
+    idle: bool = False
+    """No forward pass in this step."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What the worker's side tells the scheduler's side after a step."""
+
+    ended: set[str] = field(default_factory=set)
+    """Requests whose load is over, for better or worse."""
+    failed: set[str] = field(default_factory=set)
+    """Those of them for which it brought less than was promised."""
+    spoiled: set[str] = field(default_factory=set)
+    """Requests whose forward pass read pages that a load had left wrong."""
+    spoiled_pages: set[int] = field(default_factory=set)
+    """Those pages."""
+    stored_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Running:
+    order: LoadOrder
+    load: Load | None
+    """None if it could not even begin."""
+    failed: bool = False
+
+
+class WorkerSide:
+    """State of the loads under way and of what they spoiled."""
+
+    def __init__(self, engine: Engine, guard: Guard, runs_ahead: bool) -> None:
+        self._engine = engine
+        self._runs_ahead = runs_ahead
+        self._guard = guard
+        self._in_step: list[_Running] = []
+        self._between: dict[str, _Running] = {}
+        self._bad_pages: set[int] = set()
+        self._spoiled: dict[str, int] = {}
+        """Requests that computed on bad pages, and in which attempt."""
+        self._read_wrong: set[int] = set()
+        """Bad pages of this step and, where vLLM schedules one step ahead, of the one before."""
+        self._report = Report()
+
+    # In the order of a step ---------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Nothing of this step has touched a page yet: save what ended requests leave."""
+        for order in step.last_stores:
+            self._store_unless_spoiled(order)
+
+    def start_loads(self, step: Step) -> None:
+        """Start this step's loads; returns at once."""
+        for order in step.loads:
+            running = _Running(order, self._start(order))
+            if order.between_steps:
+                self._between[order.request_id] = running
+            else:
+                self._in_step.append(running)
+                if self._engine.settings.load == "before" and running.load is not None:
+                    running.load.wait()
+
+    def wait_layer(self, name: str) -> None:
+        """The named layer's attention is next: its pages must be there, or known to be bad."""
+        if not self._in_step:
+            return
+        layer = self._engine.need_pages().layer_of[name]
+        for running in self._in_step:
+            if running.load is None or running.failed:
+                continue
+            try:
+                running.failed = not running.load.wait_layer(layer)
+            except Exception as error:
+                running.failed = True
+                self._guard("wait_for_layer_load", error)
+
+    def finish(self, step: Step) -> None:
+        """The forward pass is over: settle its loads, then store what it filled."""
+        bad: set[int] = set()
+        for running in self._in_step:
+            bad.update(self._settle(running))
+        self._in_step.clear()
+        self._report.spoiled_pages |= bad
+        self._read_wrong |= bad
+        for order in step.stores:
+            # A request may share the pages of another's failed load through vLLM's prefix cache.
+            if not self._read_wrong.isdisjoint(order.pages):
+                self._spoiled[order.request_id] = order.attempt
+                self._report.spoiled.add(order.request_id)
+            self._store_unless_spoiled(order)
+        self._read_wrong = bad if self._runs_ahead else set()
+
+    def arrived(self, ended_requests: set[str], idle: bool) -> set[str]:
+        """Requests whose load between steps is over, each told once, also when it failed."""
+        for request_id in ended_requests:
+            self._spoiled.pop(request_id, None)
+            if request_id in self._between:  # aborted: the pages are wanted back soon
+                self._cancel(self._between[request_id])
+        if idle and self._between:
+            self._rest()
+        arrived = set()
+        for request_id, running in list(self._between.items()):
+            if running.load is None or running.load.done():
+                del self._between[request_id]
+                self._settle(running)
+                arrived.add(request_id)
+        return arrived
+
+    def take_bad_pages(self) -> set[int]:
+        """Pages that loads left wrong since the last call."""
+        taken, self._bad_pages = self._bad_pages, set()
+        return taken
+
+    def take_report(self) -> Report | None:
+        """What happened since the last call, or None if nothing did."""
+        taken, self._report = self._report, Report()
+        return taken if taken != Report() else None
+
+    def stop(self) -> None:
+        """No page is touched after this."""
+        for running in [*self._in_step, *self._between.values()]:
+            self._cancel(running)
+
+    # Single orders: a fault in one is that one's failure ------------------------------------------
+
+    def _start(self, order: LoadOrder) -> Load | None:
+        if order.hit is None:
+            return None
+        try:
+            return self._engine.tier.load(
+                order.space, order.hit, order.pages, first_token=order.first_token
+            )
+        except Exception as error:
+            self._guard("start_load_kv", error)
+            return None
+
+    def _settle(self, running: _Running) -> Sequence[int]:
+        """Ends the load if it has not ended; its bad pages."""
+        order, result = running.order, None
+        self._report.ended.add(order.request_id)
+        if running.load is not None:
+            try:
+                result = running.load.cancel() if running.failed else running.load.wait()
+                result = result or running.load.cancel()
+            except Exception as error:
+                self._guard("wait_for_save", error)
+        bad = order.pages if result is None else result.failed_pages
+        if running.failed:  # a layer went on without its bytes, whatever came after
+            bad = bad or order.pages
+        if bad:
+            self._bad_pages.update(bad)
+            self._report.failed.add(order.request_id)
+        return bad
+
+    def _store_unless_spoiled(self, order: StoreOrder) -> None:
+        if self._spoiled.get(order.request_id, -1) >= order.attempt:
+            return
+        try:
+            result = self._engine.tier.store(
+                order.space,
+                order.tokens,
+                order.pages[order.first_token // order.space.page_tokens :],
+                first_token=order.first_token,
+                extras=order.extras,
+            )
+            self._report.stored_tokens += result.stored_tokens
+        except Exception as error:
+            self._guard("wait_for_save", error)
+
+    def _cancel(self, running: _Running) -> None:
+        if running.load is not None:
+            try:
+                running.load.cancel()
+            except Exception as error:
+                self._guard("get_finished", error)
+
+    def _rest(self) -> None:
+        running = next(iter(self._between.values()))
+        if running.load is not None:
+            running.load.wait(IDLE_WAIT_S)
