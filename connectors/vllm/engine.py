@@ -14,15 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvtier import ConfigError, KVTier, Namespace, Space
 from kvtier.connectors.vllm.pages import Pages
 from kvtier.connectors.vllm.settings import VllmSettings, split_settings
-from kvtier.control import KVTier
-from kvtier.errors import ConfigError
-from kvtier.keys import Namespace
-from kvtier.space import Space
 
 WORKER, SCHEDULER = "worker", "scheduler"
-SPACES_MAX = 1024  # tenants and adapters remembered at once; a forgotten one is attached again
+SPACES_MAX = 1024  # tenants and adapters remembered at once; a forgotten one is built again
 
 _lock = threading.Lock()
 _tiers: dict[str, _Shared] = {}
@@ -52,8 +49,8 @@ class Engine:
         Raises:
             LayoutMismatch: copying through it does not give back what was there.
         """
+        self.tier.attach(self.namespace, pages.layout, pages.kv, read_page=pages.read_page)
         self.pages = pages
-        self.space("", "")
 
     def need_pages(self) -> Pages:
         """The engine's KV memory; it is bound before the first request."""
@@ -67,8 +64,10 @@ class Engine:
             pages = self.need_pages()
             if len(self._spaces) >= SPACES_MAX:
                 self._spaces.pop(next(iter(self._spaces)))
-            namespace = replace(self.namespace, adapter=adapter, salt=salt)
-            space = self.tier.attach(namespace, pages.layout, pages.kv)
+            # Not `attach`: its proof borrows pages, which are in use by now.
+            space = Space(
+                replace(self.namespace, adapter=adapter, salt=salt), pages.layout, pages.kv
+            )
             self._spaces[adapter, salt] = space
         return space
 

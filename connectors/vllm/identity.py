@@ -12,8 +12,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtier.errors import ConfigError
-from kvtier.keys import Extra, Namespace
+from kvtier import ConfigError, Extra, Namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -135,7 +134,7 @@ def _folder(name: str, revision: str | None) -> Path | None:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except Exception:  # not a hub model, or loaded by other means: the name has to do
+    except (ImportError, OSError, ValueError):  # not a hub's model: the name has to do
         return None
 
 

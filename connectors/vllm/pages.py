@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier.errors import ConfigError, LayoutMismatch
-from kvtier.layout import KvLayout, PagedKv
+from kvtier import ConfigError, KvLayout, LayoutMismatch, PagedKv
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +31,22 @@ class Pages:
     kv: PagedKv
     layer_of: dict[str, int]
     """vLLM's layer name to the layer's number; layers that share memory share the number."""
+    tensors: Sequence[torch.Tensor]
+    """One view a layer, by number."""
+
+    def read_page(self, page: int) -> bytes:
+        """A page of all layers as vLLM's own views show it, for the proof of the layout."""
+        import torch
+
+        return b"".join(
+            tensor.as_strided(
+                (tensor[0].numel(),), (1,), tensor.storage_offset() + page * tensor.stride(0)
+            )
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+            for tensor in self.tensors
+        )
 
 
 def page_tokens(kv_cache_config: KVCacheConfig) -> int:
@@ -81,7 +96,9 @@ def describe_pages(
         layer_of[name] = number_at[tensor.data_ptr()]
     shapes = {(tuple(t.shape), t.stride(), t.dtype) for t in tensors}
     if len(shapes) != 1:
-        raise LayoutMismatch(f"layers differ in shape, strides or dtype: {sorted(map(str, shapes))}")
+        raise LayoutMismatch(
+            f"layers differ in shape, strides or dtype: {sorted(map(str, shapes))}"
+        )
     shape, strides, dtype = shapes.pop()
     item = tensors[0].element_size()
     page_bytes = int(np.prod(shape[1:])) * item
@@ -105,7 +122,7 @@ def describe_pages(
         page_stride=strides[0] * item,
         owner=tensors,
     )
-    return Pages(layout, kv, layer_of)
+    return Pages(layout, kv, layer_of, tensors)
 
 
 def packing_name(vllm_config: VllmConfig, layer: str, tensor: torch.Tensor) -> str:
@@ -137,9 +154,7 @@ def _packing_proof(module: Any, tensor: torch.Tensor) -> str:
     # Small integers: exact in every dtype, also as fp8, and different along each axis.
     key = torch.arange(tokens * heads * size).reshape(tokens, heads, size) % 13
     slots = torch.arange(tokens, 2 * tokens)  # page 1, in order
-    module.impl.do_kv_cache_update(
-        module, key.to(dtype), (key % 7 + 1).to(dtype), page, slots
-    )
+    module.impl.do_kv_cache_update(module, key.to(dtype), (key % 7 + 1).to(dtype), page, slots)
     if not page[1].view(torch.uint8).any() or page[0].view(torch.uint8).any():
         raise ValueError("the backend did not fill the page it was told to")
     return hashlib.sha256(page[1].view(torch.uint8).numpy().tobytes()).hexdigest()[:16]

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvtier import Extra, Hit, Space
 from kvtier.connectors.vllm.identity import Adapters, is_knowable, request_extras
 from kvtier.connectors.vllm.worker import LoadOrder, Report, Step, StoreOrder
-from kvtier.control import Hit
-from kvtier.keys import Extra
-from kvtier.space import Space
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -52,9 +50,7 @@ class _Tracked:
 class SchedulerSide:
     """State of the requests that vLLM has, and of the next step's orders."""
 
-    def __init__(
-        self, engine: Engine, clock_s: Callable[[], float], drops_last_page: bool
-    ) -> None:
+    def __init__(self, engine: Engine, clock_s: Callable[[], float], drops_last_page: bool) -> None:
         self._engine = engine
         self._clock_s = clock_s
         self._drops_last_page = drops_last_page
@@ -62,8 +58,6 @@ class SchedulerSide:
         self._chunk = engine.settings.chunk_tokens
         self._adapters = Adapters()
         self._requests: dict[str, _Tracked] = {}
-        self._ended_loading: dict[str, _Tracked] = {}
-        """Requests that vLLM has given up while their load goes on: their leases must stay."""
         self._loads: list[LoadOrder] = []
         self._last_stores: list[StoreOrder] = []
         self._lookups = self._found = self._stored_tokens = 0
@@ -89,7 +83,7 @@ class SchedulerSide:
             return 0, False
         mode = self._engine.settings.load
         tracked.local_tokens = local_tokens
-        tracked.between_steps = mode == "async" or (mode == "auto" and not hit.in_host)
+        tracked.between_steps = mode == "async" or (mode == "auto" and not hit.in_memory)
         return tokens - local_tokens, tracked.between_steps
 
     def allocated(self, request: Request, pages: Sequence[int], external_tokens: int) -> None:
@@ -105,11 +99,10 @@ class SchedulerSide:
         first = tracked.local_tokens
         stop = first + external_tokens
         tracked.loading = True
-        tracked.stored_tokens = max(tracked.stored_tokens, stop // self._chunk * self._chunk)
+        tracked.stored_tokens = max(tracked.stored_tokens, stop)
         self._loads.append(
             LoadOrder(
                 request.request_id,
-                tracked.space,
                 tracked.hit,
                 first,
                 pages[first // self._page : stop // self._page],
@@ -122,7 +115,7 @@ class SchedulerSide:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.hit is None:
             return 0
-        return tracked.hit.tokens - tracked.hit.tokens_in(self._engine.tier.tiers[0])
+        return tracked.hit.tokens - tracked.hit.tokens_by_tier().get(tracked.hit.tier_names[0], 0)
 
     def take_loads(self) -> list[LoadOrder]:
         """Orders for what was promised since the last call."""
@@ -157,11 +150,8 @@ class SchedulerSide:
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return
-        if tracked.loading:
-            self._ended_loading[request.request_id] = tracked
-            return
-        self._give_up(tracked)
-        if regular and self._engine.settings.store_decoded and not tracked.barred:
+        self._give_up(tracked)  # a load under way has a lease of its own
+        if regular and self._engine.settings.store_decoded and not tracked.loading:
             known = min(request.num_computed_tokens, request.num_tokens, len(pages) * self._page)
             stop = known // self._page * self._page
             if stop > tracked.stored_tokens:
@@ -173,8 +163,7 @@ class SchedulerSide:
         """Take in what the worker's side did in the last step."""
         self._stored_tokens += report.stored_tokens
         for request_id in report.ended:
-            ended = self._ended_loading.pop(request_id, None)
-            tracked = ended or self._requests.get(request_id)
+            tracked = self._requests.get(request_id)
             if tracked is not None:
                 tracked.loading = False
                 self._give_up(tracked)
@@ -187,10 +176,9 @@ class SchedulerSide:
 
     def stop(self) -> None:
         """Let go of every lease."""
-        for tracked in [*self._requests.values(), *self._ended_loading.values()]:
+        for tracked in self._requests.values():
             self._give_up(tracked)
         self._requests.clear()
-        self._ended_loading.clear()
 
     # Parts --------------------------------------------------------------------------------------
 
@@ -213,7 +201,10 @@ class SchedulerSide:
             return tracked.hit
         self._give_up(tracked)
         hit = self._engine.tier.lookup(
-            tracked.space, tracked.request._all_token_ids, extras=tracked.extras
+            tracked.space,
+            tracked.request._all_token_ids,
+            extras=tracked.extras,
+            owner=tracked.request.request_id,
         )
         tracked.hit, tracked.asked_tokens, tracked.asked_s = hit, tokens, now
         self._count(hit)
@@ -222,7 +213,7 @@ class SchedulerSide:
     def _give_up(self, tracked: _Tracked) -> None:
         if tracked.hit is not None:
             hit, tracked.hit = tracked.hit, None
-            self._engine.tier.release(hit.lease)
+            self._engine.tier.release(hit)
 
     def _worth_storing(self, tracked: _Tracked, known: int) -> int:
         """Where storing ends when the KV of the first `known` tokens is there."""

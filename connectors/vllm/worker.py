@@ -9,21 +9,19 @@ before vLLM is told that they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier.agent import Load
-from kvtier.control import Hit
-from kvtier.keys import Extra
-from kvtier.space import Space
+from kvtier import Extra, Hit, Load, Space
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.engine import Engine
 
 IDLE_WAIT_S = 0.002  # while all requests wait for loads vLLM spins; this leaves it the processor
 
-Guard = Callable[[str, Exception], None]
-"""Where a fault that was turned into a recompute is logged and counted."""
+Guard = Callable[[str], AbstractContextManager[None]]
+"""`with guard(hook)` swallows what is raised within, logged and counted; see `connector`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +29,6 @@ class LoadOrder:
     """Copy a hit into a request's pages."""
 
     request_id: str
-    space: Space
     hit: Hit | None
     """None: it was lost between promise and order, so the pages are failed at once."""
     first_token: int
@@ -135,11 +132,9 @@ class WorkerSide:
         for running in self._in_step:
             if running.load is None or running.failed:
                 continue
-            try:
+            running.failed = True
+            with self._guard("wait_for_layer_load"):
                 running.failed = not running.load.wait_layer(layer)
-            except Exception as error:
-                running.failed = True
-                self._guard("wait_for_layer_load", error)
 
     def finish(self, step: Step) -> None:
         """The forward pass is over: settle its loads, then store what it filled."""
@@ -193,24 +188,18 @@ class WorkerSide:
     def _start(self, order: LoadOrder) -> Load | None:
         if order.hit is None:
             return None
-        try:
-            return self._engine.tier.load(
-                order.space, order.hit, order.pages, first_token=order.first_token
-            )
-        except Exception as error:
-            self._guard("start_load_kv", error)
-            return None
+        with self._guard("start_load_kv"):
+            return self._engine.tier.load(order.hit, order.pages, first_token=order.first_token)
+        return None
 
     def _settle(self, running: _Running) -> Sequence[int]:
         """Ends the load if it has not ended; its bad pages."""
         order, result = running.order, None
         self._report.ended.add(order.request_id)
         if running.load is not None:
-            try:
+            with self._guard("wait_for_save"):
                 result = running.load.cancel() if running.failed else running.load.wait()
                 result = result or running.load.cancel()
-            except Exception as error:
-                self._guard("wait_for_save", error)
         bad = order.pages if result is None else result.failed_pages
         if running.failed:  # a layer went on without its bytes, whatever came after
             bad = bad or order.pages
@@ -222,7 +211,7 @@ class WorkerSide:
     def _store_unless_spoiled(self, order: StoreOrder) -> None:
         if self._spoiled.get(order.request_id, -1) >= order.attempt:
             return
-        try:
+        with self._guard("wait_for_save"):
             result = self._engine.tier.store(
                 order.space,
                 order.tokens,
@@ -231,15 +220,11 @@ class WorkerSide:
                 extras=order.extras,
             )
             self._report.stored_tokens += result.stored_tokens
-        except Exception as error:
-            self._guard("wait_for_save", error)
 
     def _cancel(self, running: _Running) -> None:
         if running.load is not None:
-            try:
+            with self._guard("get_finished"):
                 running.load.cancel()
-            except Exception as error:
-                self._guard("get_finished", error)
 
     def _rest(self) -> None:
         running = next(iter(self._between.values()))
