@@ -95,11 +95,20 @@ class Commands:
             "left": len(self._core.scheduler.requests),
         }
 
-    def zero_after_loads(self) -> None:
-        """Sabotage for the negative control: pages are zeroed once they have been loaded."""
+    def use_load_mode(self, mode: str) -> None:
+        import msgspec
+
+        engine = self._core.scheduler.connector._engine
+        engine.settings = msgspec.structs.replace(engine.settings, load=mode)
+
+    def sabotage_loads(self, zero: bool) -> None:
+        """For the negative control: zero pages once they have been loaded, or stop doing so."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group()._worker
+        worker.__dict__.pop("start_loads", None)
+        if not zero:
+            return
         start_loads = worker.start_loads
 
         def sabotage(step: Any) -> None:
