@@ -233,6 +233,7 @@ class SchedulerSide:
             tracked.extras,
             list(pages[: stop // self._page]),
             start // self._chunk * self._chunk,
+            stop <= tracked.request.num_prompt_tokens,
             tracked.attempt,
         )
 

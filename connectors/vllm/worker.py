@@ -50,6 +50,8 @@ class StoreOrder:
     """All pages of `tokens`."""
     first_token: int
     """Where the first chunk to store begins."""
+    of_prompt: bool
+    """No generated tokens among them."""
     attempt: int
     """Counts the times the request's KV had to be made anew after a failed load."""
 
@@ -218,6 +220,8 @@ class WorkerSide:
                 order.pages[order.first_token // order.space.page_tokens :],
                 first_token=order.first_token,
                 extras=order.extras,
+                # The prompt alone may be asked again, and then ends where it ended this time.
+                supersede=order.of_prompt,
             )
             self._report.stored_tokens += result.stored_tokens
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from typing import Any
 
 
@@ -51,7 +52,9 @@ class Commands:
 
         outputs = self._llm.generate(
             [_prompt(tokens) for tokens in prompts],
-            SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **sampling),
+            SamplingParams(
+                **{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
+            ),
             use_tqdm=False,
         )
         return [
@@ -165,9 +168,10 @@ def main() -> None:
         try:
             value = getattr(commands, name)(**arguments)
         except Exception as error:
+            traceback.print_exc()
             reply("error", f"{type(error).__name__}: {error}")
-            raise
-        reply("value", value)
+        else:
+            reply("value", value)
 
 
 if __name__ == "__main__":

@@ -37,22 +37,22 @@ def ask(engine: Engine, reference: Reference, *prompts: list[int]) -> list[int]:
 def test_a_repeated_prompt_comes_from_memory(
     engine: Engine, reference: Reference, text: list[int]
 ) -> None:
-    prompt = text[:1000]
+    prompt = text[:660]
     assert ask(engine, reference, prompt) == [0]
-    assert ask(engine, reference, prompt) == [7 * PAGE]
+    assert ask(engine, reference, prompt) == [5 * PAGE]
     assert ask(engine, reference, prompt[:600] + text[2000:2100]) == [2 * CHUNK]
 
 
 def test_chunks_that_are_only_on_disk_come_back(
     engine: Engine, reference: Reference, text: list[int]
 ) -> None:
-    prompt = text[10:1010]
+    prompt = text[10:670]
     assert ask(engine, reference, prompt) == [0]
     assert engine.ask("flush")
-    assert engine.ask("move_to_disk", tokens=prompt) == 7 * PAGE
+    assert engine.ask("move_to_disk", tokens=prompt) == 5 * PAGE
     before = engine.ask("stat")["metrics"].get("read_bytes_posix", 0)
-    assert ask(engine, reference, prompt) == [7 * PAGE]
-    assert engine.ask("stat")["metrics"]["read_bytes_posix"] - before >= 7 * 30 * 196608
+    assert ask(engine, reference, prompt) == [5 * PAGE]
+    assert engine.ask("stat")["metrics"]["read_bytes_posix"] - before >= 5 * 30 * 196608
 
 
 @pytest.mark.parametrize(
@@ -89,21 +89,22 @@ def test_a_whole_prompt_that_is_held_serves_a_longer_one(
 def test_generated_tokens_serve_the_next_turn(
     engine: Engine, reference: Reference, text: list[int]
 ) -> None:
-    prompt = text[50:350]
-    answer = reference(prompt, max_tokens=230)[0]
-    assert engine.generate(prompt, max_tokens=230)[0]["tokens"][0] == answer
-    # 300 + 229 tokens have KV: two chunks full; the last token was never computed on.
+    prompt = text[50 : 50 + 2 * CHUNK - 20]
+    answer = reference(prompt, max_tokens=22)[0]
+    assert engine.generate(prompt, max_tokens=22)[0]["tokens"][0] == answer
+    # KV of 492 + 21 tokens: two chunks full; the last token was never computed on.
     assert ask(engine, reference, prompt + answer + text[70:100]) == [2 * CHUNK]
 
 
 def test_the_tail_of_an_answer_is_kept_in_whole_pages(
     engine: Engine, reference: Reference, text: list[int]
 ) -> None:
-    prompt = text[80:340]
-    answer = reference(prompt, max_tokens=140)[0]
-    assert engine.generate(prompt, max_tokens=140)[0]["tokens"][0] == answer
-    assert ask(engine, reference, text[1500:1510]) == [0]  # its step takes the tail along
+    prompt = text[80 : 80 + CHUNK + PAGE - 4]
+    answer = reference(prompt)[0]
+    assert ask(engine, reference, prompt) == [0]
+    assert ask(engine, reference, text[1500:1510]) == [0]  # its first step takes the tail along
     assert ask(engine, reference, prompt + answer + text[70:100]) == [CHUNK + PAGE]
+    assert ask(engine, reference, prompt) == [CHUNK]
 
 
 def test_requests_that_hit_and_miss_share_a_batch(
@@ -122,7 +123,8 @@ def test_several_completions_of_one_prompt_agree(
 ) -> None:
     prompt = text[120:720]
     for _ in range(2):
-        result = engine.generate(prompt, n=2)[0]
+        # Greedy by another name: vLLM takes no temperature of 0 for more than one completion.
+        result = engine.generate(prompt, n=2, temperature=1.0, top_k=1)[0]
         assert result["tokens"] == reference(prompt) * 2
 
 
@@ -143,7 +145,7 @@ def test_equal_prompts_under_different_salts_share_nothing(
 def test_prompt_log_probabilities_are_computed_and_never_taken_from_a_cache(
     engine: Engine, reference: Reference, text: list[int]
 ) -> None:
-    prompt = text[140:540]
+    prompt = text[140:280]
     ask(engine, reference, prompt)
     result = engine.generate(prompt, prompt_logprobs=1)[0]
     assert result["tokens"] == reference(prompt)
@@ -154,18 +156,18 @@ def test_prompt_log_probabilities_are_computed_and_never_taken_from_a_cache(
 def test_every_way_of_loading_gives_the_same_text(
     engine: Engine, reference: Reference, text: list[int], mode: str
 ) -> None:
-    prompt = text[150:1150]
+    prompt = text[150:810]
     ask(engine, reference, prompt)
     with using(engine, mode):
-        assert ask(engine, reference, prompt) == [7 * PAGE]
+        assert ask(engine, reference, prompt) == [5 * PAGE]
         engine.ask("move_to_disk", tokens=prompt)
-        assert ask(engine, reference, prompt) == [7 * PAGE]
+        assert ask(engine, reference, prompt) == [5 * PAGE]
 
 
 def test_an_abort_during_a_load_gives_every_page_back(
     engine: Engine, reference: Reference, text: list[int]
 ) -> None:
-    prompt = text[160:1160]
+    prompt = text[160:820]
     ask(engine, reference, prompt)
     engine.ask("move_to_disk", tokens=prompt)
     result = engine.ask("abort_while_loading", prompt=prompt)
@@ -175,22 +177,22 @@ def test_an_abort_during_a_load_gives_every_page_back(
         "left": 0,
     }
     assert engine.ask("stat")["leases"] == 0
-    assert ask(engine, reference, prompt) == [7 * PAGE]
+    assert ask(engine, reference, prompt) == [5 * PAGE]
 
 
 def test_kv_that_is_zeroed_changes_the_text(
     engine: Engine, reference: Reference, text: list[int]
 ) -> None:
     """The negative control: were loaded KV not read, no other test here could fail."""
-    prompt = text[170:1170]
+    prompt = text[170:830]
     ask(engine, reference, prompt)
     with using(engine, "before"):
         engine.ask("sabotage_loads", zero=True)
         spoiled = engine.generate(prompt)[0]
         engine.ask("sabotage_loads", zero=False)
-        assert spoiled["cached"] == 7 * PAGE
+        assert spoiled["cached"] == 5 * PAGE
         assert spoiled["tokens"] != reference(prompt)
-        assert ask(engine, reference, prompt) == [7 * PAGE]
+        assert ask(engine, reference, prompt) == [5 * PAGE]
 
 
 def test_nothing_went_wrong_unseen(engine: Engine) -> None:
