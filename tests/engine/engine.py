@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -101,10 +102,8 @@ class Engine:
     def close(self) -> None:
         """End the engine in order; what it stored is on disk afterwards."""
         self.ask("close")
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self._close_pipes()
         status = self.process.wait(60)
-        self._replies.close()
         if status != 0:
             raise EngineError(f"exit status {status}\n{self._tail()}")
 
@@ -112,6 +111,12 @@ class Engine:
         """End the process at once, as a crash would."""
         self.process.kill()
         self.process.wait()
+        self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self._replies.close()
 
     def _send(self, message: Any) -> None:

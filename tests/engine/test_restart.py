@@ -23,8 +23,8 @@ def config(folder: Path) -> dict[str, object]:
 
 def records(folder: Path) -> list[Path]:
     """The files that hold chunks, oldest first."""
-    large = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 2**20]
-    return sorted(large, key=lambda path: path.stat().st_mtime_ns)
+    files = [path for path in folder.glob("??/*") if path.suffix != ".tmp"]
+    return sorted(files, key=lambda path: path.stat().st_mtime_ns)
 
 
 def test_a_restarted_engine_hits_what_the_last_one_stored_and_survives_damage(
