@@ -220,8 +220,6 @@ class WorkerSide:
                 order.pages[order.first_token // order.space.page_tokens :],
                 first_token=order.first_token,
                 extras=order.extras,
-                # The prompt alone may be asked again, and then ends where it ended this time.
-                supersede=order.of_prompt,
             )
             self._report.stored_tokens += result.stored_tokens
 
