@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvtier")
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 @dataclass
@@ -75,23 +74,17 @@ class ReportMetadata(KVConnectorWorkerMetadata):
         raise NotImplementedError("kvtier runs with one worker")
 
 
-def _or(
-    fallback: Callable[[], R],
-) -> Callable[
-    [Callable[Concatenate[KVTierConnector, P], R]], Callable[Concatenate[KVTierConnector, P], R]
-]:
+def _or(fallback: Callable[[], Any]) -> Callable[[Hook], Hook]:
     """Make a hook that answers with `fallback` where it would raise."""
 
-    def decorate(
-        hook: Callable[Concatenate[KVTierConnector, P], R],
-    ) -> Callable[Concatenate[KVTierConnector, P], R]:
+    def decorate(hook: Hook) -> Hook:
         @wraps(hook)
-        def guarded(self: KVTierConnector, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def guarded(self: KVTierConnector, *args: Any, **kwargs: Any) -> Any:
             with self.guard(hook.__name__):
                 return hook(self, *args, **kwargs)
             return fallback()
 
-        return guarded
+        return cast("Hook", guarded)
 
     return decorate
 

@@ -114,7 +114,7 @@ def describe_pages(
         page_tokens=tokens,
         page_bytes=page_bytes,
         dtype=str(dtype).removeprefix("torch."),
-        packing=f"{packing}/{'x'.join(map(str, shape[1:]))}",
+        packing=f"{packing}/{_order(shape[1:], strides[1:])}",
     )
     kv = PagedKv(
         plane_addresses=np.array([t.data_ptr() for t in tensors], dtype=np.uint64),
@@ -158,6 +158,12 @@ def _packing_proof(module: Any, tensor: torch.Tensor) -> str:
     if not page[1].view(torch.uint8).any() or page[0].view(torch.uint8).any():
         raise ValueError("the backend did not fill the page it was told to")
     return hashlib.sha256(page[1].view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> str:
+    """The extents of a page's axes as they lie in memory, outermost first: H2xN16xC8."""
+    axes = sorted(zip(strides, shape, "HNC", strict=True), reverse=True)
+    return "x".join(f"{axis}{extent}" for _, extent, axis in axes if extent > 1)
 
 
 def _is_one_piece(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -217,7 +217,7 @@ class SchedulerSide:
 
     def _worth_storing(self, tracked: _Tracked, known: int) -> int:
         """Where storing ends when the KV of the first `known` tokens is there."""
-        prompt = tracked.request.num_prompt_tokens
+        prompt: int = tracked.request.num_prompt_tokens
         if known < prompt:
             return known // self._chunk * self._chunk
         decoded = known // self._chunk * self._chunk if self._engine.settings.store_decoded else 0

@@ -59,9 +59,7 @@ def reference(model: Path, logs: Path) -> Iterator[Reference]:
 
         def tokens_of(*prompts: list[int], max_tokens: int = 8) -> list[list[int]]:
             missing = [
-                prompt
-                for prompt in prompts
-                if len(known.get(tuple(prompt), [])) < max_tokens
+                prompt for prompt in prompts if len(known.get(tuple(prompt), [])) < max_tokens
             ]
             for prompt in missing:  # one by one: no batch may lend another its numerics
                 known[tuple(prompt)] = engine.generate(prompt, max_tokens=max_tokens)[0]["tokens"][

@@ -95,9 +95,7 @@ class Engine:
 
     def generate(self, *prompts: list[int], max_tokens: int = 8, **sampling: Any) -> list[Any]:
         """One result a prompt: its `tokens` (a list a completion), and how many were `cached`."""
-        return list(
-            self.ask("generate", prompts=list(prompts), max_tokens=max_tokens, **sampling)
-        )
+        return list(self.ask("generate", prompts=list(prompts), max_tokens=max_tokens, **sampling))
 
     def close(self) -> None:
         """End the engine in order; what it stored is on disk afterwards."""

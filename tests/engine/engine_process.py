@@ -167,7 +167,7 @@ def main() -> None:
         name, arguments = json.loads(line)
         try:
             value = getattr(commands, name)(**arguments)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the other end is told
             traceback.print_exc()
             reply("error", f"{type(error).__name__}: {error}")
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Reference
@@ -201,7 +200,7 @@ def test_nothing_went_wrong_unseen(engine: Engine) -> None:
     assert stat["leases"] == 0
 
 
-class using:  # noqa: N801 - reads as a sentence
+class using:
     """`with using(engine, mode)`: hits are loaded that way."""
 
     def __init__(self, engine: Engine, mode: str) -> None:
@@ -210,6 +209,6 @@ class using:  # noqa: N801 - reads as a sentence
     def __enter__(self) -> None:
         self._engine.ask("use_load_mode", mode=self._mode)
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         if exc[0] is None:
             self._engine.ask("use_load_mode", mode="auto")

@@ -77,9 +77,7 @@ def test_damage_found_in_the_middle_of_a_forward_pass_is_recomputed(
     """Loaded layer by layer from disk, the load fails while vLLM already computes on its pages."""
     prompt = text[:660]
     settings = {**config(tmp_path), "vllm": {"load": "layerwise"}}
-    with Engine(
-        model, settings, log=logs / "sync", enable_prefix_caching=True
-    ) as engine:
+    with Engine(model, settings, log=logs / "sync", enable_prefix_caching=True) as engine:
         assert engine.generate(prompt)[0]["cached"] == 0
         assert engine.ask("move_to_disk", tokens=prompt) == 5 * PAGE
         assert engine.ask("reset_prefix_cache")
