@@ -15,9 +15,12 @@ Importing this package imports neither vLLM nor torch; the class does, when it i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["KVTierConnector", "register"]
+if TYPE_CHECKING:
+    from kvtier import KVTier
+
+__all__ = ["KVTierConnector", "open_tiers", "register"]
 
 
 def register() -> None:
@@ -28,6 +31,16 @@ def register() -> None:
         KVConnectorFactory.register_connector(
             "KVTierConnector", "kvtier.connectors.vllm", "KVTierConnector"
         )
+
+
+def open_tiers() -> list[KVTier]:
+    """The tiers of this process's vLLM engines, for the control API: `stat`, `events`, `cleanup`.
+
+    They are vLLM's: whoever closes one costs its engine every later hit.
+    """
+    from kvtier.connectors.vllm.engine import open_tiers
+
+    return open_tiers()
 
 
 def __getattr__(name: str) -> Any:

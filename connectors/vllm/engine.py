@@ -126,6 +126,12 @@ def leave_engine(engine_id: str, side: str) -> None:
             _engines.pop(engine_id, None)
 
 
+def open_tiers() -> list[KVTier]:
+    """What the engines of this process have open now."""
+    with _lock:
+        return [shared.tier for shared in _tiers.values()]
+
+
 @atexit.register
 def _close_all() -> None:
     """vLLM does not always shut its connectors down; what is stored must still reach the disk."""
