@@ -10,6 +10,7 @@ import msgspec
 
 from kvtier.backend import Backend
 from kvtier.config import Config, TierConfig
+from kvtier.connectors.vllm.settings import VllmSettings
 
 INTRO = """# Settings
 
@@ -71,6 +72,7 @@ def reference() -> str:
             continue
         left_out = ("capacity",)  # the tier's own
         parts += [f"### Of kind `{entry.name}`\n", _table(backend.Options, left_out), ""]
+    parts += ["## Of the vLLM connector, under `vllm`\n", _table(VllmSettings), ""]
     return "\n".join(parts)
 
 
