@@ -38,7 +38,7 @@ class Commands:
             }
         self._llm = LLM(**arguments)
         self._core = self._llm.llm_engine.engine_core.engine_core
-        self._tier = None
+        self._tier: Any = None
         if job["kvtier"] is not None:
             self._tier = self._core.scheduler.connector._engine.tier
 
@@ -135,7 +135,7 @@ class Commands:
         return bool(self._tier.flush(60.0))
 
     def stat(self) -> dict[str, Any]:
-        stat = self._tier.stat()
+        stat: dict[str, Any] = self._tier.stat()
         stat["preemptions"] = sum(
             int(metric.value)
             for metric in self._llm.get_metrics()
