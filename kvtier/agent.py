@@ -191,7 +191,7 @@ class Agent:
         self._clock = clock
         self._metrics = metrics
         self._on_damage = on_damage
-        self._on_left = on_left  # the lane is done with a load: its lease may go
+        self._on_left = on_left  # the lane is done with a load: its lease may go, then it finishes
         self._lanes = [_Lane(name, load_queue_max) for name in ("memory", "below")]
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtier-read")
         self._closing = threading.Event()
@@ -245,7 +245,6 @@ class Agent:
             for position in range(len(load.plan.chunks)):
                 load.settle(position, Outcome(Status.FAILED, detail=repr(error)))
         finally:
-            load.finish()
             self._on_left(load)
 
     def _load_from_memory(self, load: Load) -> None:
@@ -380,7 +379,7 @@ class Agent:
             outcome = verdicts.get(position, read.outcomes[position])
             if outcome.ok:
                 good[position] = self._hierarchy.promote(
-                    move.number, move.head.key, read.records[position]
+                    move.number, move.head, read.records[position]
                 )
                 self._metrics.add(
                     f"read_bytes_{read.tiers[position].name}", move.shape.record_bytes

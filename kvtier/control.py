@@ -21,7 +21,7 @@ from kvtier.config import Config, TierConfig, load_config
 from kvtier.connector import ReadPage, prove_layout
 from kvtier.errors import Closed, ConfigError, LeaseExpired
 from kvtier.events import Event, EventLog
-from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers
+from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers, split_keys
 from kvtier.index import NONE, Lease
 from kvtier.keys import Extra, Namespace, Tokens, chunk_keys, partial_key
 from kvtier.layout import KvLayout, PagedKv
@@ -31,7 +31,7 @@ from kvtier.planner import ChunkMove, chunk_pages, page_array, plan_load
 from kvtier.policy import ChunkNumbers
 from kvtier.registry import open_backend, open_policy
 from kvtier.space import Space
-from kvtier.types import KEY_BYTES, ChunkKey, Descriptor
+from kvtier.types import ChunkKey, Descriptor
 from kvtier.writeback import Pending, WriteBack
 
 log = logging.getLogger("kvtier")
@@ -475,11 +475,9 @@ class KVTier:
         for tier in self.hierarchy.tiers:
             with self._index.lock:
                 order = tier.policy.victims(len(tier.policy))
-                joined = self._index.table.keys(order)
+                used = split_keys(self._index.table.keys(order))
             if tier.backend.capabilities.persistent:
-                tier.backend.remember_use(
-                    [ChunkKey(joined[i : i + KEY_BYTES]) for i in range(0, len(joined), KEY_BYTES)]
-                )
+                tier.backend.remember_use(used)
             tier.backend.close()
 
     # Parts --------------------------------------------------------------------------------------
@@ -625,13 +623,16 @@ class KVTier:
         return load
 
     def _load_left(self, load: Load) -> None:
-        """The lane is done with a load: its own lease ends, its numbers count."""
-        with self._index.lock:
-            run = self._load_leases.pop(id(load), None)
-            if run is not None:
-                for tier in self.hierarchy.tiers:
-                    tier.policy.touch(run)
-                self._index.table.release(run)
+        """The lane is done with a load: its own lease ends before anybody hears that it has."""
+        try:
+            with self._index.lock:
+                run = self._load_leases.pop(id(load), None)
+                if run is not None:
+                    for tier in self.hierarchy.tiers:
+                        tier.policy.touch(run)
+                    self._index.table.release(run)
+        finally:
+            load.finish()
         result = load.result()
         if result is not None:
             self.metrics.observe("load_seconds", result.seconds)

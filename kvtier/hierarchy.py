@@ -149,24 +149,32 @@ class Hierarchy:
                     fresh.append(chunk)
                 else:
                     self._metrics.add("store_raced")  # another thread stored it meanwhile
+            for chunk in chunks.tolist():
+                self.index.forget_root(chunk)  # one that had lost its parent has it back
             if parent == NONE and len(chunks):
                 self.index.add_root(namespace, int(chunks[0]))
             if fresh:
                 table.publish(numbers(fresh), MEMORY)
-                self.tiers[MEMORY].policy.insert(chunks)
+                # With its prefix, which else would be the older one and take all this along.
+                run = self._ancestry(int(chunks[-1]))
+                self._insert(self.tiers[MEMORY], run)
+                for tier in self.tiers[MEMORY + 1 :]:
+                    tier.policy.touch(run)
                 self._emit(EventKind.STORED, MEMORY, numbers(fresh))
             return chunks
 
-    def promote(self, chunk: int, key: ChunkKey, record: Descriptor) -> Descriptor:
+    def promote(self, chunk: int, head: Head, record: Descriptor) -> Descriptor:
         """Publish in memory a leased chunk read from below; where it lies, should another have won."""
         with self.index.lock:
-            if self.memory.commit(key, record):
+            if self.memory.commit(head.key, record):
                 one = numbers([chunk])
                 self.index.table.publish(one, MEMORY)
                 self.tiers[MEMORY].policy.insert(one)
+                if self.index.table.parent(chunk) == NONE:  # it may have been withdrawn meanwhile
+                    self.index.add_root(head.namespace_id, chunk)
                 self._emit(EventKind.STORED, MEMORY, one)
                 return record
-            held = self.memory.locate([key])[0]
+            held = self.memory.locate([head.key])[0]
             assert held is not None, "a key that memory refuses is held by it"
             return held
 
@@ -202,8 +210,12 @@ class Hierarchy:
             fresh = chunks[(table.tiers(chunks) & (1 << tier.number)) == 0]
             table.publish(fresh, tier.number)
             tier.used_bytes += int(table.nbytes(fresh).sum())
-            for chunk in fresh.tolist():
-                tier.policy.insert(self._ancestry(chunk))
+            told: set[int] = set()
+            for chunk in reversed(fresh.tolist()):
+                if chunk not in told:
+                    run = self._ancestry(chunk)
+                    self._insert(tier, run)
+                    told.update(run.tolist())
             self._emit(EventKind.STORED, tier.number, fresh)
 
     # Leaving ------------------------------------------------------------------------------------
@@ -239,23 +251,35 @@ class Hierarchy:
             return removals
         table = self.index.table
         lone = chunks[table.tiers(chunks) == (1 << tier.number)]
-        named = set(chunks.tolist())
+        leaving = set(lone.tolist())
         doomed = {
             child
             for chunk in lone.tolist()
             for child in table.suffix(chunk).tolist()
-            if child not in named
+            if child not in leaving
         }
         if doomed:
             suffix = numbers(sorted(doomed))
-            suffix = suffix[table.leases(suffix) == 0]
+            is_leased = table.leases(suffix) != 0
+            self._keep_findable(suffix[is_leased], leaving.union(suffix[~is_leased].tolist()))
+            suffix = suffix[~is_leased]
             masks = table.tiers(suffix)  # an entry lives until its last tier is taken out
             for other in self.tiers:
                 here = suffix[(masks & (1 << other.number)) != 0]
+                if other is tier:
+                    here = here[~np.isin(here, chunks)]  # they go below, for the caller's reason
                 if len(here):
                     self._take_out(other, here, "unreachable", removals)
         self._take_out(tier, chunks, reason, removals)
         return removals
+
+    def _keep_findable(self, chunks: ChunkNumbers, leaving: set[int]) -> None:
+        """Leased chunks stay when a parent leaves; their namespace keeps them as beginnings."""
+        for chunk in chunks.tolist():
+            if self.index.table.parent(chunk) in leaving:
+                namespace = self.index.namespace_of(int(self._ancestry(chunk)[0]))
+                if namespace is not None:
+                    self.index.add_root(namespace, chunk)
 
     def _take_out(self, tier: Tier, chunks: ChunkNumbers, reason: str, removals: Removals) -> None:
         """Books and memory of one tier; `chunks` are all held by it."""
@@ -307,6 +331,10 @@ class Hierarchy:
             return bool(self.index.table.tiers(numbers([chunk]))[0] & (1 << tier.number))
         except ValueError:
             return False
+
+    def _insert(self, tier: Tier, run: ChunkNumbers) -> None:
+        """Tell a tier's policy of a run; of what only other tiers hold it must never hear."""
+        tier.policy.insert(run[(self.index.table.tiers(run) & (1 << tier.number)) != 0])
 
     def _ancestry(self, chunk: int) -> ChunkNumbers:
         """The run from the prompt's start to `chunk`."""
@@ -379,7 +407,7 @@ class Hierarchy:
                 if head.parent == NO_PARENT:
                     self.index.add_root(head.namespace_id, chunk)
                 if head.key not in parents:  # a leaf: its whole run is as recent as it
-                    tier.policy.insert(self._ancestry(chunk))
+                    self._insert(tier, self._ancestry(chunk))
         self._metrics.add(f"recovered_chunks_{tier.name}", len(kept))
 
 

@@ -166,6 +166,22 @@ class TierMachine(RuleBasedStateMachine):
         assert stat["tiers"]["disk"]["used_bytes"] <= 12 * RECORD
         assert stat["tiers"]["memory"]["used_bytes"] <= 7 * RECORD
         assert stat["leases"] == sum(hit.lease is not None for hit in self.hits)
+        self.index_matches()
+
+    def index_matches(self) -> None:
+        """Index, order of use, memory and files agree, and every chunk can be reached."""
+        hierarchy = self.open_tier.hierarchy
+        table = hierarchy.index.table
+        for tier in hierarchy.tiers:
+            order = tier.policy.victims(1000).tolist()
+            assert sorted(order) == table.held(tier.number).tolist(), f"{tier.name}: order of use"
+            place = {chunk: at for at, chunk in enumerate(order)}
+            for chunk in order:
+                parent = table.parent(chunk)
+                assert place.get(parent, len(order)) > place[chunk], f"{tier.name}: prefix first"
+        held = np.unique(np.concatenate([table.held(tier.number) for tier in hierarchy.tiers]))
+        in_namespace = hierarchy.index.namespace_chunks(self.space.id)
+        assert sorted(in_namespace.tolist()) == held.tolist(), "held, and never to be found"
 
     def teardown(self) -> None:
         if self.tier is not None:
