@@ -10,7 +10,7 @@ one thread alone changes a tier's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,7 +82,12 @@ class Hierarchy:
     """The tiers of one `KVTier`. Methods take the index's lock themselves; any thread."""
 
     def __init__(
-        self, tiers: Sequence[Tier], clock: Clock, events: EventLog, metrics: Metrics
+        self,
+        tiers: Sequence[Tier],
+        clock: Clock,
+        events: EventLog,
+        metrics: Metrics,
+        remove_below: Callable[[Removals], None],
     ) -> None:
         memory = tiers[MEMORY].backend
         if not isinstance(memory, AddressableBackend):
@@ -95,6 +100,7 @@ class Hierarchy:
         self.index = Index(len(tiers), clock)
         self._events = events
         self._metrics = metrics
+        self._remove_below = remove_below  # queues removals; called under the lock
 
     # Memory -------------------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class Hierarchy:
             self.index.expire()
             tier = self.tiers[MEMORY]
             for victim in self._victims(tier):
-                self._evict(tier, numbers([victim]))
+                self._remove_below(self._evict(tier, numbers([victim])))
                 record = self.memory.reserve(nbytes)
                 if record is not None:
                     return record
@@ -207,15 +213,19 @@ class Hierarchy:
         """The tier now holds these leased chunks durably."""
         with self.index.lock:
             table = self.index.table
+            # Each once: a chunk that was queued twice may come twice in one batch.
+            chunks = numbers(dict.fromkeys(chunks.tolist()))
             fresh = chunks[(table.tiers(chunks) & (1 << tier.number)) == 0]
             table.publish(fresh, tier.number)
             tier.used_bytes += int(table.nbytes(fresh).sum())
-            told: set[int] = set()
+            runs: list[ChunkNumbers] = []  # whole ones, without those that others contain
+            inside: set[int] = set()
             for chunk in reversed(fresh.tolist()):
-                if chunk not in told:
-                    run = self._ancestry(chunk)
-                    self._insert(tier, run)
-                    told.update(run.tolist())
+                if chunk not in inside:
+                    runs.append(self._ancestry(chunk))
+                    inside.update(runs[-1].tolist())
+            for run in reversed(runs):
+                self._insert(tier, run)
             self._emit(EventKind.STORED, tier.number, fresh)
 
     # Leaving ------------------------------------------------------------------------------------

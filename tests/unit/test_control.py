@@ -432,6 +432,17 @@ def test_what_a_finished_load_held_can_be_cleaned_at_once(engine: Engine) -> Non
         engine.store(prompt(512))
 
 
+def test_cleanup_of_a_prompt_leaves_none_of_its_shorter_forms(engine: Engine) -> None:
+    """Partial chunks that a longer one hides from a lookup, at the first chunk and later."""
+    tokens = prompt(600)
+    for length in (32, 64, 300, 400, 600):
+        engine.store(tokens[:length])
+    engine.store([*tokens[:32], 7])
+    assert engine.tier.cleanup(engine.space, tokens[:310]).leased == 0
+    assert engine.tier.lookup(engine.space, tokens).tokens == 0
+    assert engine.tier.stat()["chunks"] == 0
+
+
 def test_cleanup_leaves_what_is_leased(engine: Engine) -> None:
     tokens = prompt(512)
     engine.store(tokens)
