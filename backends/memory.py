@@ -20,6 +20,7 @@ from kvtier.backend import (
     Capabilities,
     StoredChunk,
     check_batch,
+    check_get,
 )
 from kvtier.errors import Closed
 from kvtier.types import (
@@ -112,9 +113,7 @@ class MemoryBackend(AddressableBackend):
     def get(
         self, keys: Sequence[ChunkKey], targets: Sequence[memoryview], offset: int = 0
     ) -> list[Outcome]:
-        check_batch(_CAPABILITIES.batch_max, keys, targets)
-        if offset < 0:
-            raise ValueError(f"offset of {offset} bytes, at least 0")
+        check_get(_CAPABILITIES.batch_max, keys, targets, offset)
         self._require_open()
         return [
             self._get_one(key, target, offset) for key, target in zip(keys, targets, strict=True)
@@ -146,6 +145,7 @@ class MemoryBackend(AddressableBackend):
 
     def remember_use(self, keys: Sequence[ChunkKey]) -> None:
         with self._lock:
+            self._require_open()
             for key in keys:
                 record = self._records.pop(key, None)
                 if record is not None:

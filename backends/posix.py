@@ -35,6 +35,7 @@ from kvtier.backend import (
     Capabilities,
     StoredChunk,
     check_batch,
+    check_get,
 )
 from kvtier.backends.posix_index import PosixIndex, RecordFile
 from kvtier.errors import BackendUnavailable, Closed
@@ -134,11 +135,9 @@ class PosixBackend(Backend):
     def get(
         self, keys: Sequence[ChunkKey], targets: Sequence[memoryview], offset: int = 0
     ) -> list[Outcome]:
-        check_batch(_CAPABILITIES.batch_max, keys, targets)
-        if offset < 0:
-            raise ValueError(f"offset of {offset} bytes, at least 0")
+        check_get(_CAPABILITIES.batch_max, keys, targets, offset)
         paths = [self._path(key) for key in keys]
-        buffers = [_Buffer(target, is_target=True) for target in targets]
+        buffers = [_Buffer(target) for target in targets]
         with self._calls.one():
             return [
                 outcome
@@ -390,11 +389,7 @@ class PosixBackend(Backend):
 class _Buffer:
     """A caller's memory, as the engine wants it."""
 
-    def __init__(self, view: memoryview, *, is_target: bool = False) -> None:
-        if not view.c_contiguous:
-            raise ValueError("a buffer must be contiguous")
-        if is_target and view.readonly:
-            raise ValueError("a target must be writable")
+    def __init__(self, view: memoryview) -> None:
         self.bytes = np.frombuffer(view, np.uint8)
         self.address: int = self.bytes.__array_interface__["data"][0]
         self.nbytes = view.nbytes

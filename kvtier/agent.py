@@ -191,7 +191,7 @@ class Agent:
         self._clock = clock
         self._metrics = metrics
         self._on_damage = on_damage
-        self._on_left = on_left  # the lane is done with a load: its lease may go
+        self._on_left = on_left  # the lane is done with a load: its lease may go, then it finishes
         self._lanes = [_Lane(name, load_queue_max) for name in ("memory", "below")]
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtier-read")
         self._closing = threading.Event()
@@ -245,7 +245,6 @@ class Agent:
             for position in range(len(load.plan.chunks)):
                 load.settle(position, Outcome(Status.FAILED, detail=repr(error)))
         finally:
-            load.finish()
             self._on_left(load)
 
     def _load_from_memory(self, load: Load) -> None:
@@ -307,19 +306,38 @@ class Agent:
         missing = [(p, m) for p, m in moves if p not in records]
         batches = _cut(missing)
         ahead: tuple[list[tuple[int, ChunkMove]], Future[_Read]] | None = None
-        for batch in [*batches, None]:
-            following = None
-            if batch is not None and not load.done():
-                following = (batch, self._reader.submit(self._read, load, batch))
-            if ahead is not None:
-                self._finish_batch(load, *ahead)
-            ahead = following
+        following = None
+        try:
+            for batch in [*batches, None]:
+                following = None
+                if batch is not None and not load.done():
+                    following = (batch, self._reader.submit(self._read, load, batch))
+                if ahead is not None:
+                    self._finish_batch(load, *ahead)
+                ahead = following
+        except BaseException:
+            if following is not None:
+                following[1].add_done_callback(self._give_back)
+            raise
         if load.all_ok():
             load.wave_done(load.plan.wave_count - 1)
 
     def _read(self, load: Load, batch: list[tuple[int, ChunkMove]]) -> _Read:
         """Reserve memory and read records from the highest tier that holds them."""
         read = _Read()
+        try:
+            self._read_into(read, load, batch)
+        except BaseException:
+            self._hierarchy.cancel(read.records.values())
+            raise
+        return read
+
+    def _give_back(self, reading: Future[_Read]) -> None:
+        """Nobody wants what was read: its room is free again."""
+        if not reading.cancelled() and reading.exception() is None:
+            self._hierarchy.cancel(reading.result().records.values())
+
+    def _read_into(self, read: _Read, load: Load, batch: list[tuple[int, ChunkMove]]) -> None:
         with self._hierarchy.index.lock:
             masks = self._hierarchy.index.table.tiers(numbers(m.number for _, m in batch)).tolist()
         by_tier: dict[int, list[tuple[int, ChunkMove]]] = {}
@@ -357,7 +375,6 @@ class Agent:
                         detail=f"{outcome.nbytes} of {move.shape.record_bytes} bytes",
                     )
                 read.outcomes[position] = outcome
-        return read
 
     def _reserve(self, load: Load, nbytes: int) -> Descriptor | None:
         """Room for a record, waiting until the load's deadline for somebody's lease to end."""
@@ -373,6 +390,7 @@ class Agent:
         """Verify what was read, publish it in memory, scatter it."""
         read = reading.result()
         damaged: dict[int, list[ChunkMove]] = {}
+        told: dict[tuple[str, str], list[ChunkKey]] = {}
         good: dict[int, Descriptor] = {}
         read_moves = [(p, m) for p, m in batch if p in read.records and read.outcomes[p].ok]
         verdicts = self._verify(read_moves, read.records)
@@ -380,7 +398,7 @@ class Agent:
             outcome = verdicts.get(position, read.outcomes[position])
             if outcome.ok:
                 good[position] = self._hierarchy.promote(
-                    move.number, move.head.key, read.records[position]
+                    move.number, move.head, read.records[position]
                 )
                 self._metrics.add(
                     f"read_bytes_{read.tiers[position].name}", move.shape.record_bytes
@@ -392,14 +410,18 @@ class Agent:
             if position in read.tiers:
                 tier = read.tiers[position]
                 self._metrics.add(f"read_{outcome.status.value}_{tier.name}")
-                log.warning(
-                    "kvtier: %s: chunk %s not loaded: %s",
-                    tier.name,
-                    move.head.key.hex()[:16],
-                    outcome.detail or outcome.status.value,
-                )
+                reason = outcome.detail or outcome.status.value
+                told.setdefault((tier.name, reason), []).append(move.head.key)
                 if outcome.status is not Status.RETRY:
                     damaged.setdefault(tier.number, []).append(move)
+        for (name, reason), keys in told.items():
+            log.warning(
+                "kvtier: %s: chunk %s and %d more not loaded: %s",
+                name,
+                keys[0].hex()[:16],
+                len(keys) - 1,
+                reason,
+            )
         for number, lost in damaged.items():
             self._on_damage(
                 self._hierarchy.tiers[number],

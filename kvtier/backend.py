@@ -53,6 +53,9 @@ class Backend(abc.ABC):
     Calls block, let go of the GIL while bytes move, and are safe from several threads at once;
     the agent supplies the threads. A call answers for every key in its batch, in order, and one
     key's fault never spoils another's. Faults of the place (no room, I/O error) are outcomes.
+    A batch that is not well formed raises ValueError before anything is done: `check_batch` and
+    `check_get` are the first lines of every method. After `close`, `scan` and whatever
+    takes keys raise `Closed`.
     """
 
     Options: ClassVar[type[BackendOptions]] = BackendOptions
@@ -71,7 +74,8 @@ class Backend(abc.ABC):
         bytes as they are, since a key names its content.
 
         Raises:
-            ValueError: the two sequences differ in length, or exceed `batch_max`.
+            ValueError: what `check_batch` says.
+            Closed: after `close`.
         """
 
     @abc.abstractmethod
@@ -85,7 +89,8 @@ class Backend(abc.ABC):
         any other fault may have overwritten a part of it.
 
         Raises:
-            ValueError: the two sequences differ in length, or exceed `batch_max`.
+            ValueError: what `check_get` says; no target is touched then.
+            Closed: after `close`.
         """
 
     @abc.abstractmethod
@@ -106,19 +111,24 @@ class Backend(abc.ABC):
     def quarantine(self, keys: Sequence[ChunkKey]) -> list[Outcome]:
         """Take damaged records out of service; a place may keep a bounded few for inspection.
 
-        Quarantined records are not held: not in `contains`, not in `scan`, not in any quota.
+        Quarantined records are not held: not in `contains`, not in `scan`, not in any quota; `get`
+        finds them `MISSING`, and a later `put` stores the key anew. One that is absent is `MISSING`.
         """
         return self.remove(keys)
 
     def remember_use(self, keys: Sequence[ChunkKey]) -> None:  # noqa: B027 - optional hook
-        """Note the order of use, least recent first, so that `scan` after a restart follows it."""
+        """Note that these were used now, the last most recently; those not held are ignored.
+
+        `scan` follows it, after a restart too. The default forgets; its suite then says
+        `knows_use_order = False`, and eviction after a restart begins in any order.
+        """
 
     def free_bytes(self) -> int | None:
         """Room left in the place for anybody, or None where that has no meaning."""
         return None
 
     def close(self) -> None:  # noqa: B027 - optional hook
-        """Release handles and threads. Calling it again does nothing."""
+        """Wait for calls in progress, then release handles and threads; again, it does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -165,8 +175,29 @@ class AddressableBackend(Backend):
 def check_batch(
     limit: int, keys: Sequence[ChunkKey], buffers: Sequence[memoryview] | None = None
 ) -> None:
-    """Raise ValueError unless the batch is well formed; every backend's first line."""
+    """What every backend refuses in any batch; its first line.
+
+    Raises:
+        ValueError: more than `limit` keys, not as many buffers as keys, or a buffer with gaps.
+    """
     if buffers is not None and len(keys) != len(buffers):
         raise ValueError(f"{len(keys)} keys for {len(buffers)} buffers")
     if len(keys) > limit:
         raise ValueError(f"{len(keys)} keys in one batch, at most {limit}")
+    if buffers is not None and not all(buffer.c_contiguous for buffer in buffers):
+        raise ValueError("a buffer must be contiguous")
+
+
+def check_get(
+    limit: int, keys: Sequence[ChunkKey], targets: Sequence[memoryview], offset: int
+) -> None:
+    """What every backend refuses in a `get`; its first line.
+
+    Raises:
+        ValueError: what `check_batch` says, a target that is read-only, or a negative offset.
+    """
+    check_batch(limit, keys, targets)
+    if offset < 0:
+        raise ValueError(f"offset of {offset} bytes, at least 0")
+    if any(target.readonly for target in targets):
+        raise ValueError("a target must be writable")

@@ -21,7 +21,7 @@ from kvtier.config import Config, TierConfig, load_config
 from kvtier.connector import ReadPage, prove_layout
 from kvtier.errors import Closed, ConfigError, LeaseExpired
 from kvtier.events import Event, EventLog
-from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers
+from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers, split_keys
 from kvtier.index import NONE, Lease
 from kvtier.keys import Extra, Namespace, Tokens, chunk_keys, partial_key
 from kvtier.layout import KvLayout, PagedKv
@@ -31,7 +31,7 @@ from kvtier.planner import ChunkMove, chunk_pages, page_array, plan_load
 from kvtier.policy import ChunkNumbers
 from kvtier.registry import open_backend, open_policy
 from kvtier.space import Space
-from kvtier.types import KEY_BYTES, ChunkKey, Descriptor
+from kvtier.types import ChunkKey, Descriptor
 from kvtier.writeback import Pending, WriteBack
 
 log = logging.getLogger("kvtier")
@@ -111,7 +111,7 @@ class KVTier:
         try:
             for i, wanted in enumerate(config.tiers):
                 tiers.append(_open_tier(i, wanted, backends.get(wanted.name or wanted.kind)))
-            self.hierarchy = Hierarchy(tiers, clock, self._events, self.metrics)
+            self.hierarchy = Hierarchy(tiers, clock, self._events, self.metrics, self._apply)
             for opened in tiers[MEMORY + 1 :]:
                 if opened.backend.capabilities.persistent:
                     self.hierarchy.rebuild(opened)
@@ -383,7 +383,7 @@ class KVTier:
                 ).keys_by_tier.items():
                     removals.add(number, keys)
             tokens_there = int(table.tokens(there).sum())
-        self._apply(removals)
+            self._apply(removals)
         return tokens_there
 
     def cleanup(
@@ -408,6 +408,7 @@ class KVTier:
             raise ValueError("tokens name a prefix only within a space")
         where = self._tier_named(tier) if tier is not None else None
         self.flush(timeout_s)
+        wanted = _prefix_keys(space, tokens) if space is not None and tokens is not None else []
         with self._index.lock:
             table = self._index.table
             if space is None:
@@ -417,11 +418,14 @@ class KVTier:
             elif tokens is None:
                 chunks = self._index.namespace_chunks(space.id)
             else:
-                chunks = table.lookup(space.root, tokens, space.chunk_tokens, space.page_tokens)
-                if len(chunks):
-                    chunks = np.concatenate([chunks, table.suffix(int(chunks[-1]))])
+                found = table.find(b"".join(wanted))
+                every: dict[int, None] = {}
+                for chunk in found[found != NONE].tolist():
+                    if chunk not in every:
+                        every |= dict.fromkeys([chunk, *table.suffix(chunk).tolist()])
+                chunks = numbers(every)
             dropped, leased, removals = self.hierarchy.drop(chunks, "cleanup", tier=where)
-        self._apply(removals)
+            self._apply(removals)
         for writer in self._writers.values():
             writer.flush(timeout_s)
         return CleanupResult(dropped, leased)
@@ -475,11 +479,9 @@ class KVTier:
         for tier in self.hierarchy.tiers:
             with self._index.lock:
                 order = tier.policy.victims(len(tier.policy))
-                joined = self._index.table.keys(order)
+                used = split_keys(self._index.table.keys(order))
             if tier.backend.capabilities.persistent:
-                tier.backend.remember_use(
-                    [ChunkKey(joined[i : i + KEY_BYTES]) for i in range(0, len(joined), KEY_BYTES)]
-                )
+                tier.backend.remember_use(used)
             tier.backend.close()
 
     # Parts --------------------------------------------------------------------------------------
@@ -625,13 +627,16 @@ class KVTier:
         return load
 
     def _load_left(self, load: Load) -> None:
-        """The lane is done with a load: its own lease ends, its numbers count."""
-        with self._index.lock:
-            run = self._load_leases.pop(id(load), None)
-            if run is not None:
-                for tier in self.hierarchy.tiers:
-                    tier.policy.touch(run)
-                self._index.table.release(run)
+        """The lane is done with a load: its own lease ends before anybody hears that it has."""
+        try:
+            with self._index.lock:
+                run = self._load_leases.pop(id(load), None)
+                if run is not None:
+                    for tier in self.hierarchy.tiers:
+                        tier.policy.touch(run)
+                    self._index.table.release(run)
+        finally:
+            load.finish()
         result = load.result()
         if result is not None:
             self.metrics.observe("load_seconds", result.seconds)
@@ -664,17 +669,18 @@ class KVTier:
             wanted = numbers(chunks)
             here = wanted[(self._index.table.tiers(wanted) & (1 << tier.number)) != 0]
             removals = self.hierarchy.withdraw(tier, here, "damaged")
-        damaged = set(keys)
-        self._writers[tier.number].remove(keys, quarantine=True)
-        for number, lost in removals.keys_by_tier.items():
-            rest = [key for key in lost if number != tier.number or key not in damaged]
-            if rest:
-                self._remove_below(number, rest)
+            damaged = set(keys)
+            self._writers[tier.number].remove(keys, quarantine=True)
+            for number, lost in removals.keys_by_tier.items():
+                rest = [key for key in lost if number != tier.number or key not in damaged]
+                if rest:
+                    self._remove_below(number, rest)
 
     def _remove_below(self, number: int, keys: Sequence[ChunkKey]) -> None:
         self._writers[number].remove(keys)
 
     def _apply(self, removals: Removals) -> None:
+        """Queue removals, under the index's lock: what is stored anew is then queued behind them."""
         for number, keys in removals.keys_by_tier.items():
             if keys:
                 self._remove_below(number, keys)
@@ -687,6 +693,20 @@ class KVTier:
 
 _NO_MASKS: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 _NO_SIZES: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
+
+
+def _prefix_keys(space: Space, tokens: Tokens) -> list[ChunkKey]:
+    """Keys of everything a lookup of `tokens` could ever find: each whole chunk and each partial."""
+    whole = chunk_keys(space.root, tokens, space.chunk_tokens)
+    keys = list(whole)
+    for i, parent in enumerate([space.root, *whole]):
+        start = i * space.chunk_tokens
+        longest = min(len(tokens) - start, space.chunk_tokens - 1)
+        keys.extend(
+            partial_key(parent, tokens, start, start + tail)
+            for tail in range(space.page_tokens, longest + 1, space.page_tokens)
+        )
+    return keys
 
 
 def _open_tier(number: int, config: TierConfig, ready: Backend | None) -> Tier:

@@ -10,7 +10,7 @@ one thread alone changes a tier's files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -82,7 +82,12 @@ class Hierarchy:
     """The tiers of one `KVTier`. Methods take the index's lock themselves; any thread."""
 
     def __init__(
-        self, tiers: Sequence[Tier], clock: Clock, events: EventLog, metrics: Metrics
+        self,
+        tiers: Sequence[Tier],
+        clock: Clock,
+        events: EventLog,
+        metrics: Metrics,
+        remove_below: Callable[[Removals], None],
     ) -> None:
         memory = tiers[MEMORY].backend
         if not isinstance(memory, AddressableBackend):
@@ -95,6 +100,7 @@ class Hierarchy:
         self.index = Index(len(tiers), clock)
         self._events = events
         self._metrics = metrics
+        self._remove_below = remove_below  # queues removals; called under the lock
 
     # Memory -------------------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class Hierarchy:
             self.index.expire()
             tier = self.tiers[MEMORY]
             for victim in self._victims(tier):
-                self._evict(tier, numbers([victim]))
+                self._remove_below(self._evict(tier, numbers([victim])))
                 record = self.memory.reserve(nbytes)
                 if record is not None:
                     return record
@@ -149,24 +155,32 @@ class Hierarchy:
                     fresh.append(chunk)
                 else:
                     self._metrics.add("store_raced")  # another thread stored it meanwhile
+            for chunk in chunks.tolist():
+                self.index.forget_root(chunk)  # one that had lost its parent has it back
             if parent == NONE and len(chunks):
                 self.index.add_root(namespace, int(chunks[0]))
             if fresh:
                 table.publish(numbers(fresh), MEMORY)
-                self.tiers[MEMORY].policy.insert(chunks)
+                # With its prefix, which else would be the older one and take all this along.
+                run = self._ancestry(int(chunks[-1]))
+                self._insert(self.tiers[MEMORY], run)
+                for tier in self.tiers[MEMORY + 1 :]:
+                    tier.policy.touch(run)
                 self._emit(EventKind.STORED, MEMORY, numbers(fresh))
             return chunks
 
-    def promote(self, chunk: int, key: ChunkKey, record: Descriptor) -> Descriptor:
+    def promote(self, chunk: int, head: Head, record: Descriptor) -> Descriptor:
         """Publish in memory a leased chunk read from below; where it lies, should another have won."""
         with self.index.lock:
-            if self.memory.commit(key, record):
+            if self.memory.commit(head.key, record):
                 one = numbers([chunk])
                 self.index.table.publish(one, MEMORY)
                 self.tiers[MEMORY].policy.insert(one)
+                if self.index.table.parent(chunk) == NONE:  # it may have been withdrawn meanwhile
+                    self.index.add_root(head.namespace_id, chunk)
                 self._emit(EventKind.STORED, MEMORY, one)
                 return record
-            held = self.memory.locate([key])[0]
+            held = self.memory.locate([head.key])[0]
             assert held is not None, "a key that memory refuses is held by it"
             return held
 
@@ -199,11 +213,19 @@ class Hierarchy:
         """The tier now holds these leased chunks durably."""
         with self.index.lock:
             table = self.index.table
+            # Each once: a chunk that was queued twice may come twice in one batch.
+            chunks = numbers(dict.fromkeys(chunks.tolist()))
             fresh = chunks[(table.tiers(chunks) & (1 << tier.number)) == 0]
             table.publish(fresh, tier.number)
             tier.used_bytes += int(table.nbytes(fresh).sum())
-            for chunk in fresh.tolist():
-                tier.policy.insert(self._ancestry(chunk))
+            runs: list[ChunkNumbers] = []  # whole ones, without those that others contain
+            inside: set[int] = set()
+            for chunk in reversed(fresh.tolist()):
+                if chunk not in inside:
+                    runs.append(self._ancestry(chunk))
+                    inside.update(runs[-1].tolist())
+            for run in reversed(runs):
+                self._insert(tier, run)
             self._emit(EventKind.STORED, tier.number, fresh)
 
     # Leaving ------------------------------------------------------------------------------------
@@ -239,23 +261,35 @@ class Hierarchy:
             return removals
         table = self.index.table
         lone = chunks[table.tiers(chunks) == (1 << tier.number)]
-        named = set(chunks.tolist())
+        leaving = set(lone.tolist())
         doomed = {
             child
             for chunk in lone.tolist()
             for child in table.suffix(chunk).tolist()
-            if child not in named
+            if child not in leaving
         }
         if doomed:
             suffix = numbers(sorted(doomed))
-            suffix = suffix[table.leases(suffix) == 0]
+            is_leased = table.leases(suffix) != 0
+            self._keep_findable(suffix[is_leased], leaving.union(suffix[~is_leased].tolist()))
+            suffix = suffix[~is_leased]
             masks = table.tiers(suffix)  # an entry lives until its last tier is taken out
             for other in self.tiers:
                 here = suffix[(masks & (1 << other.number)) != 0]
+                if other is tier:
+                    here = here[~np.isin(here, chunks)]  # they go below, for the caller's reason
                 if len(here):
                     self._take_out(other, here, "unreachable", removals)
         self._take_out(tier, chunks, reason, removals)
         return removals
+
+    def _keep_findable(self, chunks: ChunkNumbers, leaving: set[int]) -> None:
+        """Leased chunks stay when a parent leaves; their namespace keeps them as beginnings."""
+        for chunk in chunks.tolist():
+            if self.index.table.parent(chunk) in leaving:
+                namespace = self.index.namespace_of(int(self._ancestry(chunk)[0]))
+                if namespace is not None:
+                    self.index.add_root(namespace, chunk)
 
     def _take_out(self, tier: Tier, chunks: ChunkNumbers, reason: str, removals: Removals) -> None:
         """Books and memory of one tier; `chunks` are all held by it."""
@@ -307,6 +341,10 @@ class Hierarchy:
             return bool(self.index.table.tiers(numbers([chunk]))[0] & (1 << tier.number))
         except ValueError:
             return False
+
+    def _insert(self, tier: Tier, run: ChunkNumbers) -> None:
+        """Tell a tier's policy of a run; of what only other tiers hold it must never hear."""
+        tier.policy.insert(run[(self.index.table.tiers(run) & (1 << tier.number)) != 0])
 
     def _ancestry(self, chunk: int) -> ChunkNumbers:
         """The run from the prompt's start to `chunk`."""
@@ -379,7 +417,7 @@ class Hierarchy:
                 if head.parent == NO_PARENT:
                     self.index.add_root(head.namespace_id, chunk)
                 if head.key not in parents:  # a leaf: its whole run is as recent as it
-                    tier.policy.insert(self._ancestry(chunk))
+                    self._insert(tier, self._ancestry(chunk))
         self._metrics.add(f"recovered_chunks_{tier.name}", len(kept))
 
 

@@ -110,13 +110,17 @@ class Index:
         """`chunk` is not held any more; its number may be used again."""
         self._roots.discard(chunk)
 
+    def namespace_of(self, root: int) -> bytes | None:
+        """The namespace that begins with `root`, None if none does."""
+        return self._roots.namespace_of.get(root)
+
     def namespace_chunks(self, namespace: bytes) -> ChunkNumbers:
         """All chunks of a namespace, parents before children."""
         numbers: list[int] = []
         for root in self._roots.by_namespace.get(namespace, ()):
             numbers.append(root)
             numbers.extend(self.table.suffix(root).tolist())
-        return np.array(numbers, dtype=np.uint32)
+        return np.array(list(dict.fromkeys(numbers)), dtype=np.uint32)
 
     def namespaces(self) -> dict[bytes, int]:
         """Namespace ids and how many prompts begin in each."""

@@ -22,12 +22,13 @@ from kvtier.backend import AddressableBackend
 from kvtier.hierarchy import Hierarchy, Tier, numbers
 from kvtier.manifest import Head, RecordShape, encode_header
 from kvtier.metrics import Metrics
-from kvtier.types import ChunkKey, Descriptor
+from kvtier.types import ChunkKey, Descriptor, Status
 
 log = logging.getLogger("kvtier")
 
 BATCH_BYTES = 128 * 1024**2  # amortises one round of syncs; 25 ms of a fast disk
 BATCH_CHUNKS = 64
+REASONS_MAX = 8  # log lines of one bad time; beyond it the counters have to do
 
 Command = Callable[[], None]
 
@@ -94,7 +95,7 @@ class WriteBack:
         self._finished = 0  # of those, ended one way or another, in about the same order
         self._pending_bytes = 0
         self._closing = False
-        self._warned = ""
+        self._warned: set[str] = set()
         self._sealed: queue.Queue[Command | None] = queue.Queue(maxsize=1)
         self._threads = [
             threading.Thread(target=work, name=f"kvtier-{verb}-{tier.name}", daemon=True)
@@ -206,8 +207,8 @@ class WriteBack:
     def _guard(self, work: Command, batch: list[Pending]) -> None:
         try:
             work()
-        except Exception:  # outermost frame of this thread's work: counted, and the tier goes on
-            log.exception("kvtier: %s: write-back failed", self._tier.name)
+        except Exception as error:  # noqa: BLE001 - outermost frame of this thread's work
+            self._warn(f"write-back failed: {error!r}", with_traceback=True)
             self._metrics.add(f"write_back_failed_{self._tier.name}", max(1, len(batch)))
         finally:
             self._finish(batch, commands=not batch)
@@ -222,7 +223,7 @@ class WriteBack:
                 self._remove_elsewhere(number, keys)
         if not room.granted:
             self._metrics.add(f"write_back_no_room_{tier.name}", len(batch))
-            self._warn(f"no room for {len(batch)} chunks: bound by {room.bound}")
+            self._warn(f"no room: bound by {room.bound}")
             return
         outcomes = backend.put([item.head.key for item in batch], views)
         stored = []
@@ -234,20 +235,32 @@ class WriteBack:
                 self._warn(f"chunk not stored: {outcome.detail or outcome.status.value}")
         if stored:
             self._hierarchy.publish_below(tier, numbers(stored))
-            self._metrics.add(f"written_bytes_{tier.name}", sum(v.nbytes for v in views))
-            self._warned = ""
+            self._metrics.add(
+                f"written_bytes_{tier.name}", sum(outcome.nbytes for outcome in outcomes)
+            )
+        if len(stored) == len(batch):
+            self._warned.clear()
 
     def _remove(self, keys: Sequence[ChunkKey], quarantine: bool = False) -> None:
         backend = self._tier.backend
         take_out = backend.quarantine if quarantine else backend.remove
         for start in range(0, len(keys), backend.capabilities.batch_max):
-            take_out(keys[start : start + backend.capabilities.batch_max])
+            for outcome in take_out(keys[start : start + backend.capabilities.batch_max]):
+                if outcome.status not in (Status.OK, Status.MISSING):
+                    self._metrics.add(f"remove_{outcome.status.value}_{self._tier.name}")
+                    self._warn(f"chunk not removed: {outcome.detail or outcome.status.value}")
 
-    def _warn(self, reason: str) -> None:
-        """One log line per reason, until a store succeeds again."""
-        if self._warned != reason:
-            self._warned = reason
-            log.warning("kvtier: %s: %s (further ones are counted)", self._tier.name, reason)
+    def _warn(self, reason: str, *, with_traceback: bool = False) -> None:
+        """One log line per reason, until a whole batch succeeds again."""
+        if reason in self._warned or len(self._warned) >= REASONS_MAX:
+            return
+        self._warned.add(reason)
+        log.warning(
+            "kvtier: %s: %s (further ones are counted)",
+            self._tier.name,
+            reason,
+            exc_info=with_traceback,
+        )
 
     def _finish(self, batch: Sequence[Pending], commands: int = 0) -> None:
         """The batch's leases and room are given back, whatever became of it."""

@@ -239,6 +239,13 @@ class BackendSuite(abc.ABC):
             backend.get([KEYS[0]], [memoryview(precious)])
         assert precious == b"\xaa" * 5000
 
+    def test_a_buffer_with_gaps_is_refused(self, backend: Backend) -> None:
+        with pytest.raises(ValueError, match="contiguous"):
+            backend.put([KEYS[0]], [memoryview(bytearray(100))[::2]])
+        put(backend, [KEYS[0]])
+        with pytest.raises(ValueError, match="contiguous"):
+            backend.get([KEYS[0]], [memoryview(bytearray(100))[::2]])
+
     def test_big_records_come_back_whole(self, backend: Backend) -> None:
         nbytes = self.big_record_bytes
         sources = [aligned(nbytes), aligned(nbytes)]
@@ -342,6 +349,11 @@ class BackendSuite(abc.ABC):
             backend.contains(KEYS)
         with pytest.raises(Closed):
             backend.remove(KEYS)
+        with pytest.raises(Closed):
+            backend.quarantine(KEYS)
+        if self.knows_use_order:
+            with pytest.raises(Closed):
+                backend.remember_use(KEYS)
         with pytest.raises(Closed):
             list(backend.scan())
 

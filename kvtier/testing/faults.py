@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.backend import Backend, Capabilities, StoredChunk
+from kvtier.backend import Backend, Capabilities, StoredChunk, check_batch, check_get
 from kvtier.types import ChunkKey, Outcome, Status
 
 
@@ -134,14 +134,14 @@ class FaultyBackend(Backend):
         return self.inner.capabilities
 
     def put(self, keys: Sequence[ChunkKey], sources: Sequence[memoryview]) -> list[Outcome]:
+        check_batch(self.capabilities.batch_max, keys, sources)
         faults = self._enter("put", keys)
         spoiled = [
             memoryview(self._spoiled(bytes(source), fault))
             if fault in (Fault.TORN, Fault.FLIPPED)
             else source
-            for source, fault in zip(sources, faults, strict=False)
+            for source, fault in zip(sources, faults, strict=True)
         ]
-        spoiled += sources[len(faults) :]  # a ragged batch, for `inner` to refuse
         return self._answer(
             keys, faults, lambda some: self.inner.put(*_chosen(some, keys, spoiled))
         )
@@ -149,6 +149,7 @@ class FaultyBackend(Backend):
     def get(
         self, keys: Sequence[ChunkKey], targets: Sequence[memoryview], offset: int = 0
     ) -> list[Outcome]:
+        check_get(self.capabilities.batch_max, keys, targets, offset)
         faults = self._enter("get", keys)
         outcomes = self._answer(
             keys, faults, lambda some: self.inner.get(*_chosen(some, keys, targets), offset)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -138,6 +139,11 @@ class TierMachine(RuleBasedStateMachine):
     def cleanup_tier(self, name: str) -> None:
         self.open_tier.cleanup(tier=name)
 
+    @rule()
+    def cleanup_space(self) -> None:
+        if not self.open_tier.cleanup(self.space).leased:
+            assert self.open_tier.stat()["chunks"] == 0
+
     @rule(which=st.integers(0, 50), at=st.integers(0, RECORD - 1))
     def damage_a_file(self, which: int, at: int) -> None:
         self.open_tier.flush()
@@ -166,6 +172,22 @@ class TierMachine(RuleBasedStateMachine):
         assert stat["tiers"]["disk"]["used_bytes"] <= 12 * RECORD
         assert stat["tiers"]["memory"]["used_bytes"] <= 7 * RECORD
         assert stat["leases"] == sum(hit.lease is not None for hit in self.hits)
+        self.index_matches()
+
+    def index_matches(self) -> None:
+        """Index, order of use, memory and files agree, and every chunk can be reached."""
+        hierarchy = self.open_tier.hierarchy
+        table = hierarchy.index.table
+        for tier in hierarchy.tiers:
+            order = tier.policy.victims(1000).tolist()
+            assert sorted(order) == table.held(tier.number).tolist(), f"{tier.name}: order of use"
+            place = {chunk: at for at, chunk in enumerate(order)}
+            for chunk in order:
+                parent = table.parent(chunk)
+                assert place.get(parent, len(order)) > place[chunk], f"{tier.name}: prefix first"
+        held = np.unique(np.concatenate([table.held(tier.number) for tier in hierarchy.tiers]))
+        in_namespace = hierarchy.index.namespace_chunks(self.space.id)
+        assert set(held.tolist()) <= set(in_namespace.tolist()), "held, and never to be found"
 
     def teardown(self) -> None:
         if self.tier is not None:
@@ -179,13 +201,25 @@ class TierMachine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
 
-def test_no_order_of_calls_gives_wrong_kv_or_wrong_books() -> None:
+@pytest.mark.parametrize("number", range(3))
+def test_no_order_of_calls_gives_wrong_kv_or_wrong_books(
+    number: int, request: pytest.FixtureRequest
+) -> None:
+    """A failing run prints its calls as they were: shrinking them would take minutes.
+
+    The seeds are fixed, so that a change is to blame for what it breaks; `--hypothesis-seed`
+    looks elsewhere.
+    """
+    chosen = number + 1000 * int(request.config.getoption("--hypothesis-seed") or 0)
+    print(f"seed {chosen}")
     run_state_machine_as_test(
-        TierMachine,
+        seed(chosen)(TierMachine),
         settings=settings(
-            max_examples=25,
+            max_examples=8,
             stateful_step_count=25,
             deadline=None,
+            phases=[Phase.generate],
+            database=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

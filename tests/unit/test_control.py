@@ -23,6 +23,7 @@ from kvtier import (
     Space,
 )
 from kvtier.clock import ManualClock
+from kvtier.manifest import NO_PARENT, decode_head
 from kvtier.testing.connector_suite import ConnectorSuite, toy_kv
 
 LAYERS, PAGE, ROW, PAGES = 4, 16, 64, 200
@@ -363,6 +364,83 @@ def test_cleanup_of_memory_leaves_the_disk(tmp_path: Path) -> None:
         tier.cleanup(tier="memory")
         assert tier.stat()["tiers"]["memory"]["used_bytes"] == 0
         assert engine.right(tokens) == 512
+
+
+def test_cleanup_of_a_tier_takes_along_what_it_makes_unreachable(tmp_path: Path) -> None:
+    """The first chunks are on disk only, the last one in memory too."""
+    with KVTier.open(with_disk(tmp_path)) as tier:
+        engine = Engine(tier)
+        engine.store(prompt(512))
+        assert tier.move(engine.space, prompt(512), "disk") == 512
+        engine.store(prompt(768), first_token=512)
+        tier.cleanup(tier="disk")
+        assert tier.stat()["chunks"] == 0
+        assert tier.stat()["tiers"]["memory"]["used_bytes"] == 0
+
+
+def test_a_tier_orders_only_what_it_holds(tmp_path: Path) -> None:
+    """A chunk that continues what only memory holds goes to disk; the disk was cleaned before."""
+    tier = KVTier.open(with_disk(tmp_path))
+    engine = Engine(tier)
+    engine.store(prompt(256))
+    tier.cleanup(tier="disk")
+    engine.store(prompt(512))
+    assert tier.flush()
+    assert tier.stat()["tiers"]["disk"]["chunks"] == 1
+    tier.move(engine.space, prompt(512), "disk")
+    tier.cleanup(tier="disk")
+    tier.close()
+
+
+def test_a_prefix_is_as_recent_as_what_continues_it() -> None:
+    """Else the prefix would be the first to go, and take its new continuation along."""
+    with KVTier.open(memory_only(3 * RECORD)) as tier:
+        engine = Engine(tier)
+        engine.store(prompt(256, seed=1))
+        engine.store(prompt(256, seed=2))
+        engine.store(prompt(512, seed=1))
+        engine.store(prompt(256, seed=3))
+        held = [tier.lookup(engine.space, prompt(512, s), lease_s=0).tokens for s in (1, 2, 3)]
+        assert held == [512, 0, 256]
+
+
+def test_a_leased_chunk_whose_prefix_left_is_still_cleaned_with_its_space(tmp_path: Path) -> None:
+    with KVTier.open(with_disk(tmp_path)) as tier:
+        engine = Engine(tier)
+        engine.store(prompt(512))
+        assert tier.flush()
+        tier.cleanup(tier="memory")
+        hit = tier.lookup(engine.space, prompt(512))
+        for file in (tmp_path / "kv").rglob("*.kvc"):
+            if decode_head(file.read_bytes()[:192]).parent == NO_PARENT:
+                file.write_bytes(bytes(file.stat().st_size))
+        result = tier.load(hit, list(range(32))).wait()
+        assert result is not None
+        assert result.tokens == 0
+        tier.release(hit)
+        assert tier.stat()["chunks"] == 1
+        assert tier.cleanup(engine.space).dropped == 1
+        assert tier.stat()["chunks"] == 0
+
+
+def test_what_a_finished_load_held_can_be_cleaned_at_once(engine: Engine) -> None:
+    engine.store(prompt(512))
+    for _ in range(20):
+        hit = engine.tier.lookup(engine.space, prompt(512), lease_s=0)
+        assert engine.tier.load(hit, list(range(100, 132))).wait() is not None
+        assert engine.tier.cleanup().leased == 0
+        engine.store(prompt(512))
+
+
+def test_cleanup_of_a_prompt_leaves_none_of_its_shorter_forms(engine: Engine) -> None:
+    """Partial chunks that a longer one hides from a lookup, at the first chunk and later."""
+    tokens = prompt(600)
+    for length in (32, 64, 300, 400, 600):
+        engine.store(tokens[:length])
+    engine.store([*tokens[:32], 7])
+    assert engine.tier.cleanup(engine.space, tokens[:310]).leased == 0
+    assert engine.tier.lookup(engine.space, tokens).tokens == 0
+    assert engine.tier.stat()["chunks"] == 0
 
 
 def test_cleanup_leaves_what_is_leased(engine: Engine) -> None:
