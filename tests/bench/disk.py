@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from host import load, store
 from llama import CHUNK_BYTES, RECORD_BYTES, PagedLlama, as_array, huge_memory, wait_until_real
-from result import Result, Work, bandwidth, fastest, progress, take_turns
+from result import Result, Setting, Work, bandwidth, fastest, progress, take_turns
 
 from kvtier import KVTier
 from kvtier._core import FileEngine
@@ -81,9 +81,9 @@ class Raw:
             raise KvtierError(f"raw transfer: {moved.min()} bytes of one piece")
 
 
-def run(wanted: set[str], folder: Path) -> Iterator[Result]:
+def run(wanted: set[str], setting: Setting) -> Iterator[Result]:
     paged = PagedLlama(CHUNKS)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(dir=setting.folder) as scratch:
         raw = Raw(Path(scratch), paged.bytes)
         tiers = [
             {"kind": "memory", "capacity": (CHUNKS + 1) * RECORD_BYTES},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from llama import (
     RECORD_BYTES,
@@ -14,7 +13,7 @@ from llama import (
     plain_copies,
     wait_until_real,
 )
-from result import Result, Work, bandwidth, take_turns
+from result import Result, Setting, Work, bandwidth, take_turns
 
 from kvtier import KVTier, Space
 from kvtier.errors import KvtierError
@@ -50,34 +49,39 @@ def load(tier: KVTier, space: Space, paged: PagedLlama) -> None:
         raise KvtierError(f"not all was loaded: {result}")
 
 
-def run(wanted: set[str], folder: Path) -> Iterator[Result]:
+def run(wanted: set[str], setting: Setting) -> Iterator[Result]:
     paged = PagedLlama(CHUNKS)
     other = as_array(huge_memory(paged.nbytes), paged.nbytes)
-    for threads in (1, 2):
-        with open_host_tier(CHUNKS, threads) as tier:
-            space = paged.attach(tier)
-            subjects = {
-                "host_store": (
-                    Work(lambda t=tier, s=space: store(t, s, paged), before=tier.cleanup),
-                    (other, paged.bytes),
-                ),
-                "host_load": (
-                    Work(lambda t=tier, s=space: load(t, s, paged)),
-                    (paged.bytes, other),
-                ),
-            }
-            for name, (ours, ends) in subjects.items():
-                if name not in wanted:
-                    continue
-                paged.fill()
-                tier.cleanup()
-                store(tier, space, paged)
-                with plain_copies(*ends, threads) as plain:
-                    times = take_turns({"ours": ours, **plain}, ROUNDS)
-                limit_is, limit_s = best_plain_copy(times, threads)
-                yield bandwidth(
-                    name, paged.nbytes, times["ours"], limit_s, limit_is, ROUNDS, threads
-                )
-                paged.wipe()
-                load(tier, space, paged)
-                paged.check()
+    with open_host_tier(CHUNKS, setting.threads) as tier:
+        space = paged.attach(tier)
+        subjects = {
+            "host_store": (
+                Work(lambda: store(tier, space, paged), before=tier.cleanup),
+                (other, paged.bytes),
+            ),
+            "host_load": (Work(lambda: load(tier, space, paged)), (paged.bytes, other)),
+        }
+        for name, (ours, ends) in subjects.items():
+            if name not in wanted:
+                continue
+            paged.fill()
+            tier.cleanup()
+            store(tier, space, paged)
+            with plain_copies(*ends, setting.threads) as plain:
+                times = take_turns({"ours": ours, **plain}, ROUNDS)
+            limit_is, limit_s = best_plain_copy(times)
+            yield bandwidth(
+                name,
+                paged.nbytes,
+                times["ours"],
+                limit_s,
+                limit_is,
+                ROUNDS,
+                {"threads": setting.threads},
+            )
+            paged.fill()
+            tier.cleanup()
+            store(tier, space, paged)
+            paged.wipe()
+            load(tier, space, paged)
+            paged.check()

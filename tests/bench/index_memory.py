@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from result import Result
+from result import Result, Setting
 
 CHUNKS, PROMPT_CHUNKS = 1_000_000, 8
 LIMIT_BYTES = 250
 
 
-def run(wanted: set[str], folder: Path) -> Iterator[Result]:
+def run(wanted: set[str], setting: Setting) -> Iterator[Result]:
     grown = int(
         subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.PIPE).stdout
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from result import Sample, Work
+from result import Sample, Work, fastest
 
 from kvtier import KVTier, Namespace, Space
 from kvtier._core import CopyPool, Slab
@@ -144,8 +144,7 @@ def plain_copies(
         }
 
 
-def best_plain_copy(times: Mapping[str, Sample], threads: int) -> tuple[str, float]:
+def best_plain_copy(times: Mapping[str, Sample]) -> tuple[str, float]:
     """What the limit is, and its seconds."""
-    plain = {name: cost for name, cost in times.items() if name.startswith("plain copy")}
-    name = min(plain, key=lambda each: plain[each].wall_s)
-    return f"best {name}, {threads} thread{'s' * (threads > 1)}", plain[name].wall_s
+    name, seconds = fastest({each: times[each] for each in times if each.startswith("plain copy")})
+    return f"best {name} with as many threads", seconds

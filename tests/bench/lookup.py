@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-from result import Result
+from result import Result, Setting
 
 from kvtier import Hit, KvLayout, KVTier, Namespace, PagedKv
 from kvtier.errors import KvtierError
@@ -19,7 +18,7 @@ LIMITS_MS = {"lookup_hit_array": 0.8, "lookup_hit_list": 1.6, "lookup_miss": 0.0
 ROUNDS = 201
 
 
-def run(wanted: set[str], folder: Path) -> Iterator[Result]:
+def run(wanted: set[str], setting: Setting) -> Iterator[Result]:
     pages = TOKENS // PAGE_TOKENS
     # KV of a few bytes a page: a lookup touches none of it.
     layout = KvLayout.opaque(

@@ -13,10 +13,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a run of benchmarks was asked for."""
+
+    folder: Path
+    """Scratch space on the disk that is measured."""
+    threads: int
+    """Copy threads, of the subject and of what it is held against."""
+    lmcache_python: Path | None = None
+    """Interpreter of an environment that has LMCache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +53,18 @@ class Work:
     before: Callable[[], object] = _nothing
 
 
-def take_turns(works: Mapping[str, Work], rounds: int) -> dict[str, Sample]:
-    """Median cost of each work over `rounds` rounds, after one that does not count."""
+def take_turns(
+    works: Mapping[str, Work], rounds: int, *, in_order: bool = False
+) -> dict[str, Sample]:
+    """Median cost of each work over `rounds` rounds, after one that does not count.
+
+    `in_order` keeps them in the order given, for works of which one needs the one before.
+    """
     samples: dict[str, list[Sample]] = {name: [] for name in works}
     names = list(works)
     for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        first = 0 if in_order else turn % len(names)
+        for name in names[first:] + names[:first]:
             works[name].before()
             cpu_s, wall_s = time.process_time(), time.perf_counter()
             own = works[name].run()
@@ -81,7 +100,8 @@ class Result:
     """One line of output."""
 
     bench: str
-    value: float
+    value: float | None
+    """None where the peer is not there to be measured."""
     unit: str
     higher_is_better: bool
     limit: float | None
@@ -91,12 +111,12 @@ class Result:
     ratio: float | None = None
     """`value` / `limit` unless the benchmark's name means the inverse."""
     cpu_s_per_gb: float | None = None
-    threads: int | None = None
-    """Where one benchmark has a line per thread count."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the line."""
 
     def line(self) -> str:
         ratio = self.ratio
-        if ratio is None and self.limit:
+        if ratio is None and self.limit and self.value is not None:
             ratio = self.value / self.limit
         fields: dict[str, Any] = {
             "bench": self.bench,
@@ -110,9 +130,7 @@ class Result:
             "rounds": self.rounds,
             "load": round(os.getloadavg()[0], 2),
         }
-        if self.threads is not None:
-            fields["threads"] = self.threads
-        return json.dumps(fields)
+        return json.dumps({**fields, **self.more})
 
 
 def bandwidth(
@@ -122,7 +140,7 @@ def bandwidth(
     limit_s: float,
     limit_is: str,
     rounds: int,
-    threads: int | None = None,
+    more: Mapping[str, Any] | None = None,
 ) -> Result:
     """The result of moving `nbytes`, in GB/s of 10^9 bytes."""
     return Result(
@@ -134,7 +152,7 @@ def bandwidth(
         limit_is=limit_is,
         cpu_s_per_gb=cost.cpu_s / nbytes * GB,
         rounds=rounds,
-        threads=threads,
+        more=more or {},
     )
 
 

@@ -1,33 +1,41 @@
-"""Runs benchmarks: ``python tests/bench/run.py [--only name,name] [--folder FOLDER]``.
+"""Runs benchmarks: ``python tests/bench/run.py [--only NAME,...]``; ``--help`` has the options.
 
-Each prints one JSON line on standard output (`result.Result`), and one more for each peer that it
-is compared with; progress is on standard error. `docs/benchmarks.md` says what each shows.
+Each prints one JSON line on standard output (`result.Result`), and one for each peer that it is
+compared with; progress is on standard error. `docs/benchmarks.md` says what each shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import logging
+import os
 import sys
 import time
-import traceback
 from pathlib import Path
 
-from result import progress
+from result import Setting, progress
+
+log = logging.getLogger("bench")
 
 ROOT = Path(__file__).resolve().parents[2]
 
-MODULES = {
-    "copies": ("copy_gather", "copy_scatter", "copy_vs_torch"),
-    "host": ("host_store", "host_load"),
-    "host_peer": ("host_vs_lmcache",),
-    "disk": ("disk_store", "disk_load"),
-    "lookup": ("lookup_hit_array", "lookup_hit_list", "lookup_miss"),
-    "index_memory": ("index_bytes",),
-    "engine": ("ttft_host", "ttft_disk", "decode_overhead", "ttft_vs_own"),
-    "engine_peer": ("ttft_vs_lmcache",),
+BENCHES = {
+    "copy_gather": "copies:run",
+    "copy_scatter": "copies:run",
+    "copy_vs_torch": "copies:run",
+    "host_store": "host:run",
+    "host_load": "host:run",
+    "host_vs_lmcache": "host_peer:run",
+    "disk_store": "disk:run",
+    "disk_load": "disk:run",
+    "lookup_hit_array": "lookup:run",
+    "lookup_hit_list": "lookup:run",
+    "lookup_miss": "lookup:run",
+    "index_bytes": "index_memory:run",
 }
-"""Each module has `run(wanted, folder)`, which yields the results of the wanted ones of its names."""
+"""Name -> module and function. A function gets all of its names that are wanted at once, with a
+`Setting`, and yields results; its module is imported only then, so none needs what others need."""
 
 
 def main() -> int:
@@ -39,26 +47,40 @@ def main() -> int:
         default=ROOT / ".cache" / "bench",
         help="where scratch files go: the disk that the disk benchmarks measure",
     )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=min(4, len(os.sched_getaffinity(0))),
+        help="copy threads of both sides (default: one for each core, at most 4)",
+    )
+    parser.add_argument(
+        "--lmcache-python",
+        type=Path,
+        default=os.environ.get("KVTIER_LMCACHE_PYTHON"),
+        help="interpreter of an environment with LMCache (or KVTIER_LMCACHE_PYTHON)",
+    )
     arguments = parser.parse_args()
-    known = [name for names in MODULES.values() for name in names]
-    wanted = set(filter(None, arguments.only.split(","))) or set(known)
-    if unknown := sorted(wanted - set(known)):
-        parser.error(f"no such benchmark: {', '.join(unknown)}; known: {', '.join(known)}")
+    wanted = [name for name in arguments.only.split(",") if name] or list(BENCHES)
+    if unknown := sorted(set(wanted) - set(BENCHES)):
+        parser.error(f"no such benchmark: {', '.join(unknown)}; known: {', '.join(BENCHES)}")
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    setting = Setting(arguments.folder, arguments.threads, arguments.lmcache_python)
+    names_of: dict[str, set[str]] = {}
+    for name, target in BENCHES.items():
+        if name in wanted:
+            names_of.setdefault(target, set()).add(name)
     failed = 0
-    for module, names in MODULES.items():
-        chosen = [name for name in names if name in wanted]
-        if not chosen:
-            continue
-        progress(f"{', '.join(chosen)} ...")
+    for target, names in names_of.items():
+        module, function = target.split(":")
+        progress(f"{', '.join(sorted(names))} ...")
         begin_s = time.monotonic()
         try:
-            for result in importlib.import_module(module).run(set(chosen), arguments.folder):
+            for result in getattr(importlib.import_module(module), function)(names, setting):
                 print(result.line(), flush=True)
         except Exception:  # one subject's fault must not cost the other results
-            traceback.print_exc()
+            log.exception("%s failed", target)
             failed += 1
-        progress(f"{', '.join(chosen)}: {time.monotonic() - begin_s:.0f} s")
+        progress(f"{', '.join(sorted(names))}: {time.monotonic() - begin_s:.0f} s")
     return 1 if failed else 0
 
 
