@@ -280,6 +280,7 @@ class KVTier:
             raise ValueError(
                 f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
             )
+        _check_pages(space, page_ids, lowest=0)  # all before any: a store goes part by part
         length = min(len(tokens), first_token + len(page_ids) * space.page_tokens)
         tokens = tokens[:length]
         keys, sizes = self._keys_of(space, tokens, extras)
@@ -340,11 +341,7 @@ class KVTier:
             raise ValueError(
                 f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
             )
-        assert space.kv is not None, "a plan comes from kv"
-        if len(page_ids) and not -1 <= int(page_ids.min()) <= int(page_ids.max()) < (
-            space.kv.page_count
-        ):
-            raise ValueError(f"page number outside 0 to {space.kv.page_count - 1}")
+        _check_pages(space, page_ids, lowest=-1)
         return self._start_load(hit, page_ids, first_token, timeout_s)
 
     # People and routers -------------------------------------------------------------------------
@@ -721,6 +718,13 @@ def _open_tier(number: int, config: TierConfig, ready: Backend | None) -> Tier:
         options.setdefault("capacity", config.capacity)
     backend = ready or open_backend(config.kind, options, path)
     return Tier(number, config.name or config.kind, backend, order, config.capacity)
+
+
+def _check_pages(space: Space, page_ids: npt.NDArray[np.int64], lowest: int) -> None:
+    assert space.kv is not None, "a space with a plan has memory"
+    page_count = space.kv.page_count
+    if len(page_ids) and not lowest <= int(page_ids.min()) <= int(page_ids.max()) < page_count:
+        raise ValueError(f"page number outside {lowest} to {page_count - 1}")
 
 
 def _part_counts(moves: Sequence[ChunkMove]) -> list[int]:
