@@ -63,7 +63,7 @@ class PosixOptions(BackendOptions, frozen=True, kw_only=True):
     """Folder of the records, made if absent; one process at a time has it open."""
     depth: int = 16
     """Most segments in flight."""
-    segment: int = 4 << 20
+    segment: int = 16 << 20
     """Bytes of one request to the kernel, a multiple of 4096."""
     method: Literal["auto", "uring", "threads"] = "auto"
     """How requests are made; `auto` takes io_uring where the kernel allows it, else threads."""

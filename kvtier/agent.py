@@ -30,7 +30,9 @@ from kvtier.types import ChunkKey, Descriptor, Outcome, Status
 
 log = logging.getLogger("kvtier")
 
-READ_BATCH_BYTES = 64 * 1024**2  # two of these in flight: one read, one verified and scattered
+# Two of these in flight: one read, one verified and scattered. With half of it a chunk of 32 MiB would
+# come alone, and its waves of 4 MiB would be scattered through the cache, at twice the cost.
+READ_BATCH_BYTES = 128 * 1024**2
 RESERVE_RETRY_S = 0.002
 CANCELLED = Outcome(Status.RETRY, detail="cancelled")
 DEADLINE = Outcome(Status.RETRY, detail="deadline passed")

@@ -38,6 +38,8 @@ log = logging.getLogger("kvtier")
 
 Pages = Sequence[int] | npt.NDArray[np.integer]
 
+STORE_PART_BYTES = 64 * 1024**2  # gathered in 5 ms: so little does the first write wait
+
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
@@ -278,6 +280,7 @@ class KVTier:
             raise ValueError(
                 f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
             )
+        _check_pages(space, page_ids, lowest=0)  # all before any: a store goes part by part
         length = min(len(tokens), first_token + len(page_ids) * space.page_tokens)
         tokens = tokens[:length]
         keys, sizes = self._keys_of(space, tokens, extras)
@@ -338,11 +341,7 @@ class KVTier:
             raise ValueError(
                 f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
             )
-        assert space.kv is not None, "a plan comes from kv"
-        if len(page_ids) and not -1 <= int(page_ids.min()) <= int(page_ids.max()) < (
-            space.kv.page_count
-        ):
-            raise ValueError(f"page number outside 0 to {space.kv.page_count - 1}")
+        _check_pages(space, page_ids, lowest=-1)
         return self._start_load(hit, page_ids, first_token, timeout_s)
 
     # People and routers -------------------------------------------------------------------------
@@ -564,23 +563,45 @@ class KVTier:
             records.append(record)
         if not moves:
             return StoreResult(0, held_tokens, missing_tokens, 0)
-        fresh = [
-            (move, record)
-            for move, record in zip(moves, records, strict=True)
-            if record is not None
-        ]
+        before = found[first - 1] if first else NONE
+        return self._fill_and_commit(space, moves, records, before, held_tokens, missing_tokens)
+
+    def _fill_and_commit(
+        self,
+        space: Space,
+        moves: list[ChunkMove],
+        records: list[Descriptor | None],
+        parent: int,
+        held_tokens: int,
+        missing_tokens: int,
+    ) -> StoreResult:
+        """Gather and publish a run, part by part: the way down begins while the rest is gathered."""
+        stored_tokens, nbytes, at = 0, 0, 0
+        done: list[ChunkNumbers] = []  # leased, so that what continues them finds them
         try:
-            nbytes = self.agent.gather(space, [m for m, _ in fresh], [r for _, r in fresh])
-        except BaseException:
-            self.hierarchy.cancel([record for _, record in fresh])
-            raise
-        parent_number = found[first - 1] if first else NONE
-        chunks = self.hierarchy.commit(
-            space.id, parent_number, [move.head for move in moves], records
-        )
-        self._after_commit(space, moves, records, chunks)
-        stored = sum(move.head.tokens for move, _ in fresh)
-        return StoreResult(stored, held_tokens, missing_tokens - stored, nbytes)
+            for count in _part_counts(moves):
+                part = slice(at, at + count)
+                fresh = [
+                    (move, record)
+                    for move, record in zip(moves[part], records[part], strict=True)
+                    if record is not None
+                ]
+                nbytes += self.agent.gather(space, [m for m, _ in fresh], [r for _, r in fresh])
+                chunks = self.hierarchy.commit(
+                    space.id, parent, [move.head for move in moves[part]], records[part]
+                )
+                at += count
+                with self._index.lock:
+                    self._index.table.lease(chunks)
+                done.append(chunks)
+                parent = int(chunks[-1])
+                self._after_commit(space, moves[part], records[part], chunks)
+                stored_tokens += sum(move.head.tokens for move, _ in fresh)
+        finally:
+            self.hierarchy.cancel([record for record in records[at:] if record is not None])
+            with self._index.lock:
+                self._index.table.release(numbers(chunk for run in done for chunk in run.tolist()))
+        return StoreResult(stored_tokens, held_tokens, missing_tokens - stored_tokens, nbytes)
 
     def _after_commit(
         self,
@@ -717,6 +738,26 @@ def _open_tier(number: int, config: TierConfig, ready: Backend | None) -> Tier:
         options.setdefault("capacity", config.capacity)
     backend = ready or open_backend(config.kind, options, path)
     return Tier(number, config.name or config.kind, backend, order, config.capacity)
+
+
+def _check_pages(space: Space, page_ids: npt.NDArray[np.int64], lowest: int) -> None:
+    assert space.kv is not None, "a space with a plan has memory"
+    page_count = space.kv.page_count
+    if len(page_ids) and not lowest <= int(page_ids.min()) <= int(page_ids.max()) < page_count:
+        raise ValueError(f"page number outside {lowest} to {page_count - 1}")
+
+
+def _part_counts(moves: Sequence[ChunkMove]) -> list[int]:
+    """How many chunks each part has: enough for `STORE_PART_BYTES`, the last one what is left."""
+    counts: list[int] = []
+    room = 0
+    for move in moves:
+        if room <= 0:
+            counts.append(0)
+            room = STORE_PART_BYTES
+        counts[-1] += 1
+        room -= move.shape.record_bytes
+    return counts
 
 
 def _default_copy_threads() -> int:

@@ -145,12 +145,14 @@ constexpr std::array kModeNames = {std::string_view("auto"), std::string_view("m
                                    std::string_view("movsb")};
 
 std::size_t last_level_cache_bytes() {
-  constexpr std::size_t kUnknown = std::size_t{32} << 20;  // a usual server's share
+  // A usual server's share of one core complex, and a cap: in virtual machines on AMD the C library
+  // answers ten times as much, which would keep whole batches from being streamed.
+  constexpr std::size_t kShareBytesMax = std::size_t{32} << 20;
 #if defined(_SC_LEVEL3_CACHE_SIZE)
   const long bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  if (bytes > 0) return static_cast<std::size_t>(bytes);
+  if (bytes > 0) return std::min(static_cast<std::size_t>(bytes), kShareBytesMax);
 #endif
-  return kUnknown;
+  return kShareBytesMax;
 }
 
 }  // namespace

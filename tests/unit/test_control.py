@@ -518,6 +518,45 @@ def test_a_page_out_of_range_is_refused_and_nothing_is_kept(engine: Engine, page
         engine.tier.load(hit, [*range(15), page])
 
 
+def test_a_store_of_a_page_that_the_engine_has_not_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="page"):
+        engine.tier.store(engine.space, prompt(256), [*range(15), -1])
+    assert engine.tier.stat()["chunks"] == 0
+
+
+def test_a_store_in_parts_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.control.STORE_PART_BYTES", 2 * RECORD)
+    with KVTier.open(with_disk(tmp_path)) as tier:
+        engine, tokens = Engine(tier), prompt(5 * 256 + 32)
+        assert engine.store(tokens) == len(tokens)
+        assert tier.flush()
+        assert tier.stat()["leases"] == 0
+        assert engine.right(tokens) == len(tokens)
+    with KVTier.open(with_disk(tmp_path)) as tier:
+        assert Engine(tier).right(tokens) == len(tokens)
+
+
+def test_a_store_that_fails_between_parts_keeps_what_it_had_and_nothing_else(
+    tier: KVTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.control.STORE_PART_BYTES", 2 * RECORD)
+    engine, tokens = Engine(tier), prompt(5 * 256)
+    gather, calls = tier.agent.gather, iter(range(2))
+
+    def fail_at_the_second(*arguments: Any) -> int:
+        if next(calls):
+            raise MemoryError
+        return gather(*arguments)
+
+    monkeypatch.setattr(tier.agent, "gather", fail_at_the_second)
+    with pytest.raises(MemoryError):
+        engine.store(tokens)
+    assert tier.stat()["tiers"]["memory"]["used_bytes"] == 2 * RECORD
+    assert engine.right(tokens) == 512
+    tier.cleanup()
+    assert tier.stat()["tiers"]["memory"]["used_bytes"] == 0  # nobody's lease was left behind
+
+
 def test_a_first_token_inside_a_page_is_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="no multiple of 16-token pages"):
         engine.tier.store(engine.space, prompt(256), [0], first_token=3)
