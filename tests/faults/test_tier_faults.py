@@ -6,7 +6,9 @@ the metrics and in one log line, and all well again once the place is.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier import KvLayout, KVTier, Namespace, PagedKv
+from kvtier import BackendUnavailable, KvLayout, KVTier, Namespace, PagedKv
 from kvtier.backends.posix import PosixBackend, PosixOptions
 from kvtier.testing.connector_suite import ConnectorSuite, toy_kv
 from kvtier.testing.faults import Fault, FaultyBackend
@@ -401,3 +403,71 @@ def test_a_disk_that_fails_at_random_never_gives_a_wrong_byte(tmp_path: Path, se
     setting.disk.heal()
     setting.nothing_leaked()
     setting.tier.close()
+
+
+# Opening and room ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["a file", "a file/below", "/proc/kvtier"])
+def test_a_folder_that_cannot_be_written_is_named_at_open(tmp_path: Path, where: str) -> None:
+    (tmp_path / "a file").write_text("in the way")
+    path = tmp_path / where
+    tiers = [
+        {"kind": "memory", "capacity": "1 MiB"},
+        {"kind": "posix", "capacity": "1 MiB", "path": str(path)},
+    ]
+    with pytest.raises(BackendUnavailable, match=f"{path} cannot be used: "):
+        KVTier.open({"tiers": tiers})
+
+
+def test_a_read_only_file_system_is_named_at_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def refuse(path: Any, flags: int, *rest: int, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).startswith(str(tmp_path)):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return real_open(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(BackendUnavailable, match=f"{tmp_path} cannot be used: Read-only"):
+        Setting(tmp_path)
+
+
+def test_room_that_is_left_to_others_bounds_the_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a disk that others fill: nothing fits, and it is told once."""
+    config = {
+        "tiers": [
+            {"kind": "memory", "capacity": 8 * RECORD},
+            {
+                "kind": "posix",
+                "name": "disk",
+                "capacity": "1 GiB",
+                "path": str(tmp_path),
+                "min_free": 1 << 60,
+            },
+        ]
+    }
+    with KVTier.open(config) as tier:
+        pages = np.zeros((LAYERS, PAGES, PAGE, ROW), np.uint8)
+        kv = PagedKv(
+            plane_addresses=np.array([layer.ctypes.data for layer in pages], np.uint64),
+            page_count=PAGES,
+            page_stride=PAGE * ROW,
+            row_stride=ROW,
+            col_stride=ROW,
+            owner=pages,
+        )
+        space = tier.attach(Namespace(model="m", waves=4), LAYOUT, kv)
+        for seed in range(3):
+            assert tier.store(space, prompt(512, seed=seed), list(range(32))).stored_tokens == 512
+            assert tier.flush(BOUND_S)
+        assert tier.metrics.count("write_back_no_room_disk") == 6
+        assert [line for line in lines(caplog) if "no room: bound by free space" in line] == lines(
+            caplog
+        )
+        assert len(lines(caplog)) == 1
+        assert list(tmp_path.rglob("*.kvc")) == []

@@ -215,7 +215,7 @@ def test_no_order_of_calls_gives_wrong_kv_or_wrong_books(
     run_state_machine_as_test(
         seed(chosen)(TierMachine),
         settings=settings(
-            max_examples=8,
+            max_examples=25,
             stateful_step_count=25,
             deadline=None,
             phases=[Phase.generate],
