@@ -5,7 +5,7 @@ Open a `KVTier`, `attach` an engine's pages, then `lookup`, `load` and `store` b
 
 from kvtier.agent import Load, LoadResult
 from kvtier.config import Config, TierConfig, load_config
-from kvtier.control import CleanupResult, Hit, KVTier, StoreResult
+from kvtier.control import CleanupResult, Hit, KVTier
 from kvtier.errors import (
     BackendUnavailable,
     Closed,
@@ -20,6 +20,7 @@ from kvtier.events import Event, EventKind
 from kvtier.keys import Extra, Namespace
 from kvtier.layout import KvLayout, PagedKv
 from kvtier.space import Space
+from kvtier.storing import StoreResult
 from kvtier.types import ChunkKey, Outcome, Status
 
 __all__ = [

@@ -25,32 +25,18 @@ from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers, split_k
 from kvtier.index import NONE, Lease
 from kvtier.keys import Extra, Namespace, Tokens, chunk_keys, partial_key
 from kvtier.layout import KvLayout, PagedKv
-from kvtier.manifest import NO_PARENT
 from kvtier.metrics import Metrics
-from kvtier.planner import ChunkMove, chunk_pages, page_array, plan_load
+from kvtier.planner import page_array, plan_load
 from kvtier.policy import ChunkNumbers
 from kvtier.registry import open_backend, open_policy
 from kvtier.space import Space
-from kvtier.types import ChunkKey, Descriptor
+from kvtier.storing import Storer, StoreResult
+from kvtier.types import ChunkKey
 from kvtier.writeback import Pending, WriteBack
 
 log = logging.getLogger("kvtier")
 
 Pages = Sequence[int] | npt.NDArray[np.integer]
-
-STORE_PART_BYTES = 64 * 1024**2  # gathered in 5 ms: so little does the first write wait
-
-
-@dataclass(frozen=True, slots=True)
-class StoreResult:
-    """What became of the tokens of one `store`, in tokens and bytes."""
-
-    stored_tokens: int
-    held_tokens: int
-    """Of chunks that were held already."""
-    dropped_tokens: int
-    """Of chunks for which there was no room, or whose prefix is not held."""
-    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +129,8 @@ class KVTier:
             )
             for tier in tiers[MEMORY + 1 :]
         }
+        below = self._writers.get(MEMORY + 1) if config.write_back else None
+        self._storer = Storer(self.hierarchy, self.agent, below)
         self._trim()
 
     @classmethod
@@ -283,7 +271,7 @@ class KVTier:
         _check_pages(space, page_ids, lowest=0)  # all before any: a store goes part by part
         length = min(len(tokens), first_token + len(page_ids) * space.page_tokens)
         tokens = tokens[:length]
-        keys, sizes = self._keys_of(space, tokens, extras)
+        keys, sizes = space.keys_of(tokens, extras)
         begin_s = self._clock.now_s()
         with self._index.lock:
             table = self._index.table
@@ -294,7 +282,7 @@ class KVTier:
             leased = found[held]
             table.lease(leased)
         try:
-            result = self._store_missing(
+            result = self._storer.store_missing(
                 space,
                 tokens,
                 keys,
@@ -407,7 +395,7 @@ class KVTier:
             raise ValueError("tokens name a prefix only within a space")
         where = self._tier_named(tier) if tier is not None else None
         self.flush(timeout_s)
-        wanted = _prefix_keys(space, tokens) if space is not None and tokens is not None else []
+        wanted = space.findable_keys(tokens) if space is not None and tokens is not None else []
         with self._index.lock:
             table = self._index.table
             if space is None:
@@ -495,20 +483,6 @@ class KVTier:
                 return tier
         raise ConfigError(f"no tier named {name!r}; there are {', '.join(self._tier_names)}")
 
-    def _keys_of(
-        self, space: Space, tokens: Tokens, extras: Sequence[Extra]
-    ) -> tuple[list[ChunkKey], list[int]]:
-        """Keys and sizes of the whole chunks and of the last one's whole pages."""
-        keys = chunk_keys(space.root, tokens, space.chunk_tokens, extras)
-        sizes = [space.chunk_tokens] * len(keys)
-        start = len(keys) * space.chunk_tokens
-        tail = (len(tokens) - start) // space.page_tokens * space.page_tokens
-        if tail:
-            parent = keys[-1] if keys else space.root
-            keys.append(partial_key(parent, tokens, start, start + tail, extras))
-            sizes.append(tail)
-        return keys, sizes
-
     def _lookup_with_extras(
         self, space: Space, tokens: Tokens, extras: Sequence[Extra]
     ) -> ChunkNumbers:
@@ -530,100 +504,6 @@ class KVTier:
                 run.append(chunk)
                 break
         return numbers(run)
-
-    def _store_missing(
-        self,
-        space: Space,
-        tokens: Tokens,
-        keys: list[ChunkKey],
-        sizes: list[int],
-        held: list[bool],
-        found: list[int],
-        page_ids: npt.NDArray[np.int64],
-        first_token: int,
-        extras: Sequence[Extra],
-    ) -> StoreResult:
-        """Reserve, gather and publish every chunk from the first one that is not held on."""
-        first = held.index(False) if False in held else len(held)
-        held_tokens = sum(size for size, is_held in zip(sizes, held, strict=True) if is_held)
-        missing_tokens = sum(sizes) - held_tokens
-        start = first * space.chunk_tokens
-        if first == len(keys) or start < first_token:
-            return StoreResult(0, held_tokens, missing_tokens, 0)
-        moves: list[ChunkMove] = []
-        records: list[Descriptor | None] = []
-        for i in range(first, len(keys)):
-            parent = keys[i - 1] if i else NO_PARENT
-            head = space.head(keys[i], parent, sizes[i])
-            pages = chunk_pages(space, page_ids, first_token, i * space.chunk_tokens, sizes[i])
-            record = None if held[i] else self.hierarchy.reserve(head.record_bytes)
-            if record is None and not held[i]:
-                break  # what follows could not be reached without this one
-            moves.append(ChunkMove(0, head, space.shape(head.pages), pages))
-            records.append(record)
-        if not moves:
-            return StoreResult(0, held_tokens, missing_tokens, 0)
-        before = found[first - 1] if first else NONE
-        return self._fill_and_commit(space, moves, records, before, held_tokens, missing_tokens)
-
-    def _fill_and_commit(
-        self,
-        space: Space,
-        moves: list[ChunkMove],
-        records: list[Descriptor | None],
-        parent: int,
-        held_tokens: int,
-        missing_tokens: int,
-    ) -> StoreResult:
-        """Gather and publish a run, part by part: the way down begins while the rest is gathered."""
-        stored_tokens, nbytes, at = 0, 0, 0
-        done: list[ChunkNumbers] = []  # leased, so that what continues them finds them
-        try:
-            for count in _part_counts(moves):
-                part = slice(at, at + count)
-                fresh = [
-                    (move, record)
-                    for move, record in zip(moves[part], records[part], strict=True)
-                    if record is not None
-                ]
-                nbytes += self.agent.gather(space, [m for m, _ in fresh], [r for _, r in fresh])
-                chunks = self.hierarchy.commit(
-                    space.id, parent, [move.head for move in moves[part]], records[part]
-                )
-                at += count
-                with self._index.lock:
-                    self._index.table.lease(chunks)
-                done.append(chunks)
-                parent = int(chunks[-1])
-                self._after_commit(space, moves[part], records[part], chunks)
-                stored_tokens += sum(move.head.tokens for move, _ in fresh)
-        finally:
-            self.hierarchy.cancel([record for record in records[at:] if record is not None])
-            with self._index.lock:
-                self._index.table.release(numbers(chunk for run in done for chunk in run.tolist()))
-        return StoreResult(stored_tokens, held_tokens, missing_tokens - stored_tokens, nbytes)
-
-    def _after_commit(
-        self,
-        space: Space,
-        moves: Sequence[ChunkMove],
-        records: Sequence[Descriptor | None],
-        chunks: ChunkNumbers,
-    ) -> None:
-        """Queue the way down; every lease count that `commit` took ends here or there."""
-        below = self._writers.get(MEMORY + 1)
-        rest = chunks.tolist()
-        if below is not None and self.config.write_back:
-            items = [
-                Pending(chunk, move.head, move.shape, record)
-                for chunk, move, record in zip(rest, moves, records, strict=True)
-                if record is not None and self.hierarchy.memory.locate([move.head.key])[0] == record
-            ]
-            refused = {item.number for item in below.offer(items)}
-            queued = {item.number for item in items} - refused
-            rest = [chunk for chunk in rest if chunk not in queued]
-        with self._index.lock:
-            self._index.table.release(numbers(rest))
 
     def _start_load(
         self,
@@ -716,20 +596,6 @@ _NO_MASKS: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 _NO_SIZES: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
 
 
-def _prefix_keys(space: Space, tokens: Tokens) -> list[ChunkKey]:
-    """Keys of everything a lookup of `tokens` could ever find: each whole chunk and each partial."""
-    whole = chunk_keys(space.root, tokens, space.chunk_tokens)
-    keys = list(whole)
-    for i, parent in enumerate([space.root, *whole]):
-        start = i * space.chunk_tokens
-        longest = min(len(tokens) - start, space.chunk_tokens - 1)
-        keys.extend(
-            partial_key(parent, tokens, start, start + tail)
-            for tail in range(space.page_tokens, longest + 1, space.page_tokens)
-        )
-    return keys
-
-
 def _open_tier(number: int, config: TierConfig, ready: Backend | None) -> Tier:
     path = f"tiers.{number}"
     order = open_policy(config.policy, f"{path}.policy")
@@ -745,19 +611,6 @@ def _check_pages(space: Space, page_ids: npt.NDArray[np.int64], lowest: int) -> 
     page_count = space.kv.page_count
     if len(page_ids) and not lowest <= int(page_ids.min()) <= int(page_ids.max()) < page_count:
         raise ValueError(f"page number outside {lowest} to {page_count - 1}")
-
-
-def _part_counts(moves: Sequence[ChunkMove]) -> list[int]:
-    """How many chunks each part has: enough for `STORE_PART_BYTES`, the last one what is left."""
-    counts: list[int] = []
-    room = 0
-    for move in moves:
-        if room <= 0:
-            counts.append(0)
-            room = STORE_PART_BYTES
-        counts[-1] += 1
-        room -= move.shape.record_bytes
-    return counts
 
 
 def _default_copy_threads() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from kvtier import _core
 from kvtier.errors import ConfigError, LayoutMismatch
 from kvtier.index import NONE
-from kvtier.keys import Namespace, namespace_id
+from kvtier.keys import Extra, Namespace, Tokens, chunk_keys, namespace_id, partial_key
 from kvtier.layout import KvLayout, PagedKv
 from kvtier.manifest import NO_PARENT, Head, RecordShape, record_shape
 from kvtier.policy import ChunkNumbers
@@ -81,6 +82,33 @@ class Space:
             key = ChunkKey(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES])
             heads.append(self.head(key, parent, tokens[i]))
         return heads
+
+    def keys_of(
+        self, tokens: Tokens, extras: Sequence[Extra] = ()
+    ) -> tuple[list[ChunkKey], list[int]]:
+        """Keys and sizes of the whole chunks and of the last one's whole pages."""
+        keys = chunk_keys(self.root, tokens, self.chunk_tokens, extras)
+        sizes = [self.chunk_tokens] * len(keys)
+        start = len(keys) * self.chunk_tokens
+        tail = (len(tokens) - start) // self.page_tokens * self.page_tokens
+        if tail:
+            parent = keys[-1] if keys else self.root
+            keys.append(partial_key(parent, tokens, start, start + tail, extras))
+            sizes.append(tail)
+        return keys, sizes
+
+    def findable_keys(self, tokens: Tokens) -> list[ChunkKey]:
+        """Keys of everything a lookup of `tokens` could ever find: each whole chunk and each partial."""
+        whole = chunk_keys(self.root, tokens, self.chunk_tokens)
+        keys = list(whole)
+        for i, parent in enumerate([self.root, *whole]):
+            start = i * self.chunk_tokens
+            longest = min(len(tokens) - start, self.chunk_tokens - 1)
+            keys.extend(
+                partial_key(parent, tokens, start, start + tail)
+                for tail in range(self.page_tokens, longest + 1, self.page_tokens)
+            )
+        return keys
 
     def need_plan(self) -> _core.CopyPlan:
         """The copy plan.

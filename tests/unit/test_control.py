@@ -525,7 +525,7 @@ def test_a_store_of_a_page_that_the_engine_has_not_is_refused(engine: Engine) ->
 
 
 def test_a_store_in_parts_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.control.STORE_PART_BYTES", 2 * RECORD)
+    monkeypatch.setattr("kvtier.storing.STORE_PART_BYTES", 2 * RECORD)
     with KVTier.open(with_disk(tmp_path)) as tier:
         engine, tokens = Engine(tier), prompt(5 * 256 + 32)
         assert engine.store(tokens) == len(tokens)
@@ -539,7 +539,7 @@ def test_a_store_in_parts_is_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_store_that_fails_between_parts_keeps_what_it_had_and_nothing_else(
     tier: KVTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.control.STORE_PART_BYTES", 2 * RECORD)
+    monkeypatch.setattr("kvtier.storing.STORE_PART_BYTES", 2 * RECORD)
     engine, tokens = Engine(tier), prompt(5 * 256)
     gather, calls = tier.agent.gather, iter(range(2))
 
