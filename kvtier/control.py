@@ -23,7 +23,7 @@ from kvtier.errors import Closed, ConfigError, LeaseExpired
 from kvtier.events import Event, EventLog
 from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers, split_keys
 from kvtier.index import NONE, Lease
-from kvtier.keys import Extra, Namespace, Tokens, chunk_keys, partial_key
+from kvtier.keys import Extra, Namespace, Tokens
 from kvtier.layout import KvLayout, PagedKv
 from kvtier.metrics import Metrics
 from kvtier.planner import page_array, plan_load
@@ -207,7 +207,7 @@ class KVTier:
             run = (
                 table.lookup(space.root, tokens, space.chunk_tokens, space.page_tokens)
                 if not extras
-                else self._lookup_with_extras(space, tokens, extras)
+                else space.find_run(self._index.table, tokens, extras)
             )
             if not len(run):
                 self.metrics.add("lookup_misses")
@@ -268,7 +268,7 @@ class KVTier:
             raise ValueError(
                 f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
             )
-        _check_pages(space, page_ids, lowest=0)  # all before any: a store goes part by part
+        space.check_pages(page_ids, lowest=0)  # all before any: a store goes part by part
         length = min(len(tokens), first_token + len(page_ids) * space.page_tokens)
         tokens = tokens[:length]
         keys, sizes = space.keys_of(tokens, extras)
@@ -329,7 +329,7 @@ class KVTier:
             raise ValueError(
                 f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
             )
-        _check_pages(space, page_ids, lowest=-1)
+        space.check_pages(page_ids, lowest=-1)
         return self._start_load(hit, page_ids, first_token, timeout_s)
 
     # People and routers -------------------------------------------------------------------------
@@ -483,28 +483,6 @@ class KVTier:
                 return tier
         raise ConfigError(f"no tier named {name!r}; there are {', '.join(self._tier_names)}")
 
-    def _lookup_with_extras(
-        self, space: Space, tokens: Tokens, extras: Sequence[Extra]
-    ) -> ChunkNumbers:
-        table = self._index.table
-        keys = chunk_keys(space.root, tokens, space.chunk_tokens, extras)
-        found = table.find(b"".join(keys))
-        run: list[int] = []
-        for chunk in found.tolist():
-            if chunk == NONE or not table.tiers(numbers([chunk]))[0]:
-                break
-            run.append(chunk)
-        start = len(run) * space.chunk_tokens
-        parent = keys[len(run) - 1] if run else space.root
-        longest = min(len(tokens) - start, space.chunk_tokens - 1)
-        for tail in range(longest // space.page_tokens * space.page_tokens, 0, -space.page_tokens):
-            key = partial_key(parent, tokens, start, start + tail, extras)
-            chunk = int(table.find(key)[0])
-            if chunk != NONE and table.tiers(numbers([chunk]))[0]:
-                run.append(chunk)
-                break
-        return numbers(run)
-
     def _start_load(
         self,
         hit: Hit,
@@ -604,13 +582,6 @@ def _open_tier(number: int, config: TierConfig, ready: Backend | None) -> Tier:
         options.setdefault("capacity", config.capacity)
     backend = ready or open_backend(config.kind, options, path)
     return Tier(number, config.name or config.kind, backend, order, config.capacity)
-
-
-def _check_pages(space: Space, page_ids: npt.NDArray[np.int64], lowest: int) -> None:
-    assert space.kv is not None, "a space with a plan has memory"
-    page_count = space.kv.page_count
-    if len(page_ids) and not lowest <= int(page_ids.min()) <= int(page_ids.max()) < page_count:
-        raise ValueError(f"page number outside {lowest} to {page_count - 1}")
 
 
 def _default_copy_threads() -> int:

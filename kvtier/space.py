@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier import _core
 from kvtier.errors import ConfigError, LayoutMismatch
@@ -109,6 +110,35 @@ class Space:
                 for tail in range(self.page_tokens, longest + 1, self.page_tokens)
             )
         return keys
+
+    def find_run(
+        self, table: _core.ChunkIndex, tokens: Tokens, extras: Sequence[Extra]
+    ) -> ChunkNumbers:
+        """The longest held run of `tokens`; the caller holds the index's lock."""
+        keys = chunk_keys(self.root, tokens, self.chunk_tokens, extras)
+        found = table.find(b"".join(keys))
+        run: list[int] = []
+        for chunk in found.tolist():
+            if chunk == NONE or not table.tiers(np.array([chunk], dtype=np.uint32))[0]:
+                break
+            run.append(chunk)
+        start = len(run) * self.chunk_tokens
+        parent = keys[len(run) - 1] if run else self.root
+        longest = min(len(tokens) - start, self.chunk_tokens - 1)
+        for tail in range(longest // self.page_tokens * self.page_tokens, 0, -self.page_tokens):
+            key = partial_key(parent, tokens, start, start + tail, extras)
+            chunk = int(table.find(key)[0])
+            if chunk != NONE and table.tiers(np.array([chunk], dtype=np.uint32))[0]:
+                run.append(chunk)
+                break
+        return np.array(run, dtype=np.uint32)
+
+    def check_pages(self, page_ids: npt.NDArray[np.int64], lowest: int) -> None:
+        """Raise ValueError if a page is none of the engine's; `lowest` is -1 where that means none."""
+        assert self.kv is not None, "a space with a plan has memory"
+        page_count = self.kv.page_count
+        if len(page_ids) and not lowest <= int(page_ids.min()) <= int(page_ids.max()) < page_count:
+            raise ValueError(f"page number outside {lowest} to {page_count - 1}")
 
     def need_plan(self) -> _core.CopyPlan:
         """The copy plan.
