@@ -1,8 +1,9 @@
 """The way down: one thread per lower tier turns filled memory records into stored ones.
 
 It alone writes to and removes from its tier, so removals and stores of one key keep their order.
-While one batch is being written, the next one's checksums are computed. A chunk is published below
-only when the backend says OK, which for a persistent one means durable.
+While one batch waits for its syncs, the next one's bytes are on their way and the checksums of the
+one after it are computed. A chunk is published below only when the backend says OK, which for a
+persistent one means durable.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,15 +21,16 @@ import numpy as np
 
 from kvtier import _core
 from kvtier.backend import AddressableBackend
-from kvtier.hierarchy import Hierarchy, Tier, numbers
+from kvtier.hierarchy import Hierarchy, Removals, Tier, numbers
 from kvtier.manifest import Head, RecordShape, encode_header
 from kvtier.metrics import Metrics
-from kvtier.types import ChunkKey, Descriptor, Status
+from kvtier.types import ChunkKey, Descriptor, Outcome, Status
 
 log = logging.getLogger("kvtier")
 
 BATCH_BYTES = 256 * 1024**2  # amortises one round of syncs; 60 ms of a fast disk
 BATCH_CHUNKS = 64
+PUTS_MAX = 2  # batches in the backend at a time
 REASONS_MAX = 8  # log lines of one bad time; beyond it the counters have to do
 
 Command = Callable[[], None]
@@ -41,6 +44,26 @@ class Pending:
     head: Head
     shape: RecordShape
     record: Descriptor
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """A batch whose records are complete in memory."""
+
+    batch: list[Pending]
+    views: list[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.head.record_bytes for item in self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Put:
+    """A batch that the backend is storing, on a thread of its own."""
+
+    sealed: _Sealed
+    outcomes: Future[list[Outcome]]
 
 
 def seal(
@@ -71,7 +94,8 @@ def seal(
 class WriteBack:
     """Threads, queue and accounts of the way into one lower tier.
 
-    One thread seals (checksums and header), the next one writes; between them waits one batch.
+    One thread seals (checksums and header), the next one has up to `PUTS_MAX` batches stored and ends
+    them in their order; between the two threads waits one batch.
     """
 
     def __init__(
@@ -96,7 +120,7 @@ class WriteBack:
         self._pending_bytes = 0
         self._closing = False
         self._warned: set[str] = set()
-        self._sealed: queue.Queue[Command | None] = queue.Queue(maxsize=1)
+        self._sealed: queue.Queue[_Sealed | Command | None] = queue.Queue(maxsize=1)
         self._threads = [
             threading.Thread(target=work, name=f"kvtier-{verb}-{tier.name}", daemon=True)
             for verb, work in (("seal", self._seal_loop), ("write", self._write_loop))
@@ -173,7 +197,7 @@ class WriteBack:
             if batch:
                 self._seal(batch)
             elif work is not None and not isinstance(work, Pending):
-                self._sealed.put(partial(self._guard, work, []))
+                self._sealed.put(work)
         self._sealed.put(None)
 
     def _seal(self, batch: list[Pending]) -> None:
@@ -184,11 +208,26 @@ class WriteBack:
             self._metrics.add(f"write_back_failed_{self._tier.name}", len(batch))
             self._finish(batch)
             return
-        self._sealed.put(partial(self._guard, partial(self._write, batch, views), batch))
+        self._sealed.put(_Sealed(batch, views))
 
     def _write_loop(self) -> None:
-        while (work := self._sealed.get()) is not None:
-            work()
+        puts: deque[_Put] = deque()
+        while True:
+            try:
+                work = self._sealed.get(block=not puts)
+            except queue.Empty:
+                self._end_oldest(puts, leave=len(puts) - 1)
+                continue
+            if isinstance(work, _Sealed):
+                if not self._guard(partial(self._start_put, work, puts), work.batch):
+                    self._finish(work.batch)
+                self._end_oldest(puts, leave=PUTS_MAX - 1)
+                continue
+            self._end_oldest(puts)  # a command finds the tier as all before it have left it
+            if work is None:
+                return
+            self._guard(work, [])
+            self._finish([], commands=1)
 
     def _take_batch(self) -> list[Pending]:
         batch: list[Pending] = []
@@ -204,30 +243,68 @@ class WriteBack:
             self._queue.popleft()
         return batch
 
-    def _guard(self, work: Command, batch: list[Pending]) -> None:
+    def _guard(self, work: Callable[[], object], batch: Sequence[Pending]) -> bool:
+        """Whether `work` gives anything but False or an exception, which is counted."""
         try:
-            work()
+            return work() is not False
         except Exception as error:  # noqa: BLE001 - outermost frame of this thread's work
             self._warn(f"write-back failed: {error!r}", with_traceback=True)
             self._metrics.add(f"write_back_failed_{self._tier.name}", max(1, len(batch)))
-        finally:
-            self._finish(batch, commands=not batch)
+            return False
 
-    def _write(self, batch: list[Pending], views: list[memoryview]) -> None:
+    def _start_put(self, sealed: _Sealed, puts: deque[_Put]) -> bool:
+        """Make room for a batch on top of what is being stored, and begin; False without room."""
         tier, backend = self._tier, self._tier.backend
-        room = self._hierarchy.room_below(tier, sum(item.head.record_bytes for item in batch))
-        for number, keys in room.removals.keys_by_tier.items():
-            if number == tier.number:
-                self._remove(keys)  # now: the batch needs the room
+        nbytes = sealed.nbytes + sum(put.sealed.nbytes for put in puts)
+        free = backend.free_bytes()
+        if free is not None and free < nbytes:
+            # What is being stored has taken nobody knows how much of the free space already.
+            self._end_oldest(puts)
+            nbytes = sealed.nbytes
+        room = self._hierarchy.room_below(tier, nbytes)
+        if not room.granted and puts:
+            self._end_oldest(puts)
+            self._carry_out(room.removals)
+            room = self._hierarchy.room_below(tier, sealed.nbytes)
+        self._carry_out(room.removals)
+        if not room.granted:
+            self._metrics.add(f"write_back_no_room_{tier.name}", len(sealed.batch))
+            self._warn(f"no room: bound by {room.bound}")
+            return False
+        keys = [item.head.key for item in sealed.batch]
+        outcomes: Future[list[Outcome]] = Future()
+
+        def put() -> None:
+            try:
+                outcomes.set_result(backend.put(keys, sealed.views))
+            except BaseException as error:  # noqa: BLE001 - raised again by `_publish`
+                outcomes.set_exception(error)
+
+        # A daemon, as one that is stuck in the place's I/O is left behind.
+        threading.Thread(target=put, name=f"kvtier-put-{tier.name}", daemon=True).start()
+        puts.append(_Put(sealed, outcomes))
+        return True
+
+    def _carry_out(self, removals: Removals) -> None:
+        """At once what concerns this tier: the next batch needs the room."""
+        for number, keys in removals.keys_by_tier.items():
+            if number == self._tier.number:
+                self._remove(keys)
             else:
                 self._remove_elsewhere(number, keys)
-        if not room.granted:
-            self._metrics.add(f"write_back_no_room_{tier.name}", len(batch))
-            self._warn(f"no room: bound by {room.bound}")
-            return
-        outcomes = backend.put([item.head.key for item in batch], views)
+
+    def _end_oldest(self, puts: deque[_Put], leave: int = 0) -> None:
+        """Wait for batches and publish them, in their order, until `leave` are being stored."""
+        while len(puts) > leave:
+            put = puts.popleft()
+            self._guard(partial(self._publish, put), put.sealed.batch)
+            self._finish(put.sealed.batch)
+
+    def _publish(self, put: _Put) -> None:
+        tier = self._tier
+        outcomes = put.outcomes.result()
         stored = []
-        for item, outcome in zip(batch, outcomes, strict=True):
+        for item, outcome in zip(put.sealed.batch, outcomes, strict=True):
             if outcome.ok:
                 stored.append(item.number)
             else:
@@ -238,7 +315,7 @@ class WriteBack:
             self._metrics.add(
                 f"written_bytes_{tier.name}", sum(outcome.nbytes for outcome in outcomes)
             )
-        if len(stored) == len(batch):
+        if len(stored) == len(put.sealed.batch):
             self._warned.clear()
 
     def _remove(self, keys: Sequence[ChunkKey], quarantine: bool = False) -> None:

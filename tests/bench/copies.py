@@ -23,7 +23,7 @@ from kvtier.connectors.torch import TorchPages
 from kvtier.errors import KvtierError
 
 CHUNKS = 16  # 512 MiB: far beyond any last-level cache
-ROUNDS = 9
+ROUNDS = 21
 
 
 def run(wanted: set[str], setting: Setting) -> Iterator[Result]:

@@ -21,7 +21,7 @@ from kvtier._core import FileEngine
 from kvtier.errors import KvtierError
 
 CHUNKS = 24  # 768 MiB: as much again in the memory tier keeps this below 2 GiB
-ROUNDS = 7
+ROUNDS = 11
 TRIAL_ROUNDS = 2
 WAYS = [(depth, segment) for segment in (1 << 20, 4 << 20, 32 << 20) for depth in (4, 8, 16, 32)]
 """Queue depths and request sizes that raw access tries; the better ones then take turns with us."""

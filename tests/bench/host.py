@@ -19,7 +19,7 @@ from kvtier import KVTier, Space
 from kvtier.errors import KvtierError
 
 CHUNKS = 16  # 512 MiB of KV, as much in the tier, as much for the plain copies
-ROUNDS = 9
+ROUNDS = 21
 
 
 def open_host_tier(chunks: int, threads: int) -> KVTier:

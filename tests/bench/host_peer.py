@@ -19,7 +19,7 @@ from result import GB, Result, Sample, Setting, Work, take_turns
 from kvtier.errors import KvtierError
 
 CHUNKS = 8  # 256 MiB: LMCache's shipped connector takes a second for it, each way
-ROUNDS = 7
+ROUNDS = 11
 CONNECTORS = {
     "shipped": "its shipped CPU connector",
     "paged": "the best connector for it (whole pages, numpy)",

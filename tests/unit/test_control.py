@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from kvtier import (
     PagedKv,
     Space,
 )
+from kvtier.backends.memory import MemoryBackend, MemoryOptions
 from kvtier.clock import ManualClock
 from kvtier.manifest import NO_PARENT, decode_head
 from kvtier.testing.connector_suite import ConnectorSuite, toy_kv
+from kvtier.types import ChunkKey, Outcome
 
 LAYERS, PAGE, ROW, PAGES = 4, 16, 64, 200
 LAYOUT = KvLayout.per_token(
@@ -589,3 +592,63 @@ def test_after_close_every_call_says_so(tmp_path: Path) -> None:
         tier.lookup(engine.space, [1])
     with pytest.raises(Closed):
         engine.store(prompt(256))
+
+
+# Write-back --------------------------------------------------------------------------------------
+
+
+class LowerBackend(MemoryBackend):
+    """The tier below; its first put ends only after another one, or after ten seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryOptions(capacity=64 * RECORD, prefault=False))
+        self.another = threading.Event()
+        self.overlapped = False
+        self.used_bytes_max = 0
+        self._calls = 0
+
+    def put(self, keys: Sequence[ChunkKey], sources: Sequence[memoryview]) -> list[Outcome]:
+        self._calls += 1
+        if self._calls == 1:
+            self.overlapped = self.another.wait(10)
+            return super().put(keys, sources)
+        outcomes = super().put(keys, sources)
+        self.used_bytes_max = max(self.used_bytes_max, self.used_bytes)
+        self.another.set()
+        return outcomes
+
+
+def open_tiers(lower: LowerBackend, capacity: int) -> KVTier:
+    tiers = [
+        {"kind": "memory", "capacity": 64 * RECORD},
+        {"kind": "memory", "name": "lower", "capacity": capacity},
+    ]
+    return KVTier.open({"tiers": tiers}, backends={"lower": lower})
+
+
+def test_a_batch_is_stored_while_the_one_before_it_still_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.writeback.BATCH_BYTES", 1)
+    lower = LowerBackend()
+    with open_tiers(lower, 64 * RECORD) as tier:
+        engine = Engine(tier)
+        engine.store(prompt(3 * 256))
+        assert tier.flush()
+        assert lower.overlapped
+        assert tier.stat()["tiers"]["lower"]["chunks"] == 3
+        tier.cleanup(tier="memory")
+        assert engine.right(prompt(3 * 256)) == 3 * 256
+
+
+def test_a_quota_counts_what_is_being_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.writeback.BATCH_BYTES", 1)
+    lower = LowerBackend()
+    lower.another.set()
+    with open_tiers(lower, 2 * RECORD) as tier:
+        engine = Engine(tier)
+        for seed in range(6):
+            engine.store(prompt(256, seed))
+        assert tier.flush()
+        assert lower.used_bytes_max <= 2 * RECORD
+        assert tier.stat()["tiers"]["lower"]["used_bytes"] == lower.used_bytes == 2 * RECORD
