@@ -11,13 +11,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from engines import CHUNK, KV_BYTES_PER_TOKEN, Engine, open_engine, prompt_of, scratch, tiers
+from engines import CHUNK, KV_BYTES_PER_TOKEN, PAGE, Engine, open_engine, prompt_of, scratch, tiers
 from result import Result, Setting, progress
 
 REQUESTS = 8
 TOKENS = 128  # of each answer
 LENGTHS = [CHUNK - TOKENS // REQUESTS * (i + 1) + 2 for i in range(REQUESTS)]
-"""Of the prompts: request `i` fills its first chunk a sixteenth of the way after `i - 1` did."""
+"""Of the prompts: more than a page, and each fills its first chunk 16 tokens after the one before."""
+STORED_BYTES = REQUESTS * (PAGE + CHUNK) * KV_BYTES_PER_TOKEN
+"""A turn's: of each prompt a page, as it ends there, and later the chunk that its answer fills."""
 ROUNDS = 9
 GOAL = 0.97
 WITH, OFF, PLAIN = "kvtier storing", "kvtier, stores off", "no kvtier"
@@ -78,7 +80,7 @@ def _decode(engine: Engine, name: str, beginning: int) -> float:
         raise RuntimeError("a prompt was held already: nothing of it is stored")
     if name != PLAIN:
         stored = engine.ask("stat")["metrics"].get("stored_bytes", 0) - before
-        least = REQUESTS * CHUNK * KV_BYTES_PER_TOKEN if name == WITH else 0
+        least = STORED_BYTES if name == WITH else 0
         if stored < least or (stored and not least):
             raise RuntimeError(f"{name}: {stored} bytes stored, expected {least} or more")
     begin_s = max(result["first_token_s"] for result in results)

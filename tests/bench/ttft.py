@@ -1,5 +1,4 @@
-"""Time to first token of one vLLM: cold, from host memory, and from disk after a restart; and a hit
-side by side with vLLM's own prefix cache and with LMCache's daemon.
+"""Time to first token under vLLM: cold, from memory, from disk after a restart, and beside others.
 
 The times are vLLM's own (`first_token_latency`), of one request at a time. Every answer's text and
 number of cached tokens is checked.

@@ -108,13 +108,13 @@ class Commands:
 
     def use_stores(self, on: bool) -> None:
         """For benchmarks: plan and do no stores, or do so again; lookups and loads go on."""
+        import msgspec
+
         scheduler = self._core.scheduler.connector._scheduler
-        engine = scheduler._engine
         scheduler.__dict__.pop("plan_stores", None)
         if not on:
             scheduler.plan_stores = lambda output, step: None
-        import msgspec
-
+        engine = scheduler._engine
         engine.settings = msgspec.structs.replace(engine.settings, store_decoded=on)
 
     def sabotage_loads(self, zero: bool) -> None:
