@@ -30,6 +30,8 @@ class Setting:
     """Copy threads, of the subject and of what it is held against."""
     lmcache_python: Path | None = None
     """Interpreter of an environment that has LMCache."""
+    lmcache_engine_python: Path | None = None
+    """Interpreter of an environment that has vLLM and LMCache."""
 
 
 @dataclass(frozen=True, slots=True)

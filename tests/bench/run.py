@@ -33,6 +33,11 @@ BENCHES = {
     "lookup_hit_list": "lookup:run",
     "lookup_miss": "lookup:run",
     "index_bytes": "index_memory:run",
+    "ttft_host": "ttft:run_restart",
+    "ttft_disk": "ttft:run_restart",
+    "ttft_vs_own": "ttft:run_side_by_side",
+    "ttft_vs_lmcache": "ttft:run_side_by_side",
+    "decode_overhead": "decode:run",
 }
 """Name -> module and function. A function gets all of its names that are wanted at once, with a
 `Setting`, and yields results; its module is imported only then, so none needs what others need."""
@@ -59,12 +64,23 @@ def main() -> int:
         default=os.environ.get("KVTIER_LMCACHE_PYTHON"),
         help="interpreter of an environment with LMCache (or KVTIER_LMCACHE_PYTHON)",
     )
+    parser.add_argument(
+        "--lmcache-engine-python",
+        type=Path,
+        default=os.environ.get("KVTIER_LMCACHE_ENGINE_PYTHON"),
+        help="interpreter of one with vLLM and LMCache (or KVTIER_LMCACHE_ENGINE_PYTHON)",
+    )
     arguments = parser.parse_args()
     wanted = [name for name in arguments.only.split(",") if name] or list(BENCHES)
     if unknown := sorted(set(wanted) - set(BENCHES)):
         parser.error(f"no such benchmark: {', '.join(unknown)}; known: {', '.join(BENCHES)}")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    setting = Setting(arguments.folder, arguments.threads, arguments.lmcache_python)
+    setting = Setting(
+        arguments.folder,
+        arguments.threads,
+        arguments.lmcache_python,
+        arguments.lmcache_engine_python,
+    )
     names_of: dict[str, set[str]] = {}
     for name, target in BENCHES.items():
         if name in wanted:

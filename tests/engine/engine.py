@@ -33,7 +33,10 @@ class EngineError(Exception):
 
 
 class Engine:
-    """A vLLM engine; `kvtier` is the connector's configuration, None for none."""
+    """A vLLM engine; `kvtier` is the connector's configuration, None for none.
+
+    `python` is the interpreter of an environment with vLLM, by default this process's own.
+    """
 
     def __init__(
         self,
@@ -42,13 +45,14 @@ class Engine:
         *,
         log: Path,
         environment: dict[str, str] | None = None,
+        python: Path | None = None,
         **vllm: Any,
     ) -> None:
         reading, writing = os.pipe()
         self.log = log
         with log.open("ab") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "engine_process.py")],
+                [str(python or sys.executable), str(HERE / "engine_process.py")],
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -62,6 +62,8 @@ class Commands:
                 "tokens": [list(completion.token_ids) for completion in output.outputs],
                 "cached": output.num_cached_tokens,
                 "ttft_s": output.metrics.first_token_latency if output.metrics else None,
+                "first_token_s": output.metrics.first_token_ts if output.metrics else None,
+                "last_token_s": output.metrics.last_token_ts if output.metrics else None,
                 "reason": output.outputs[0].finish_reason,
             }
             for output in outputs
@@ -103,6 +105,17 @@ class Commands:
 
         engine = self._core.scheduler.connector._engine
         engine.settings = msgspec.structs.replace(engine.settings, load=mode)
+
+    def use_stores(self, on: bool) -> None:
+        """For benchmarks: plan and do no stores, or do so again; lookups and loads go on."""
+        import msgspec
+
+        scheduler = self._core.scheduler.connector._scheduler
+        scheduler.__dict__.pop("plan_stores", None)
+        if not on:
+            scheduler.plan_stores = lambda output, step: None
+        engine = scheduler._engine
+        engine.settings = msgspec.structs.replace(engine.settings, store_decoded=on)
 
     def sabotage_loads(self, zero: bool) -> None:
         """For the negative control: zero pages once they have been loaded, or stop doing so."""
