@@ -479,7 +479,10 @@ class _Read:
 
 
 def _cut(moves: list[tuple[int, ChunkMove]]) -> list[list[tuple[int, ChunkMove]]]:
-    """Batches of at most `READ_BATCH_BYTES`, at least one chunk each."""
+    """Batches of at most `READ_BATCH_BYTES`, at least one chunk each.
+
+    The last quarter of the last one comes alone: nothing is read any more while it is verified.
+    """
     batches: list[list[tuple[int, ChunkMove]]] = []
     room = 0
     for entry in moves:
@@ -489,6 +492,10 @@ def _cut(moves: list[tuple[int, ChunkMove]]) -> list[list[tuple[int, ChunkMove]]
             room = READ_BATCH_BYTES
         batches[-1].append(entry)
         room -= nbytes
+    if batches and len(batches[-1]) > 1:
+        last = batches.pop()
+        alone = max(1, len(last) // 4)
+        batches += [last[:-alone], last[-alone:]]
     return batches
 
 
