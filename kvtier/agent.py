@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,6 +34,7 @@ log = logging.getLogger("kvtier")
 # come alone, and its waves of 4 MiB would be scattered through the cache, at twice the cost.
 READ_BATCH_BYTES = 128 * 1024**2
 RESERVE_RETRY_S = 0.002
+READS_MAX = 8  # waiting; one load asks for two at a time
 CANCELLED = Outcome(Status.RETRY, detail="cancelled")
 DEADLINE = Outcome(Status.RETRY, detail="deadline passed")
 
@@ -195,7 +196,7 @@ class Agent:
         self._on_damage = on_damage
         self._on_left = on_left  # the lane is done with a load: its lease may go, then it finishes
         self._lanes = [_Lane(name, load_queue_max) for name in ("memory", "below")]
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kvtier-read")
+        self._reader = _Lane("read", READS_MAX)
         self._closing = threading.Event()
 
     def gather(
@@ -229,7 +230,7 @@ class Agent:
         self._closing.set()
         for lane in self._lanes:
             lane.close()
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
 
     # Lanes --------------------------------------------------------------------------------------
 
@@ -313,7 +314,7 @@ class Agent:
             for batch in [*batches, None]:
                 following = None
                 if batch is not None and not load.done():
-                    following = (batch, self._reader.submit(self._read, load, batch))
+                    following = (batch, self._start_read(load, batch))
                 if ahead is not None:
                     self._finish_batch(load, *ahead)
                 ahead = following
@@ -323,6 +324,20 @@ class Agent:
             raise
         if load.all_ok():
             load.wave_done(load.plan.wave_count - 1)
+
+    def _start_read(self, load: Load, batch: list[tuple[int, ChunkMove]]) -> Future[_Read]:
+        """Not an executor's thread: one stuck in a read would hold up the end of the process."""
+        reading: Future[_Read] = Future()
+
+        def read() -> None:
+            try:
+                reading.set_result(self._read(load, batch))
+            except BaseException as error:  # noqa: BLE001 - raised again where the result is wanted
+                reading.set_exception(error)
+
+        if not self._reader.offer(read):
+            reading.set_exception(OSError("reads are stuck"))
+        return reading
 
     def _read(self, load: Load, batch: list[tuple[int, ChunkMove]]) -> _Read:
         """Reserve memory and read records from the highest tier that holds them."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -381,6 +383,36 @@ def test_a_read_that_hangs_at_close_is_left_behind_in_time(tmp_path: Path) -> No
     result = load.result()
     assert result is not None
     assert (result.tokens, result.failed_pages) == (0, tuple(range(32)))
+
+
+def test_a_read_that_hangs_does_not_hold_up_the_end_of_the_process(tmp_path: Path) -> None:
+    """The process must end by itself while a thread is stuck in the disk's read for good."""
+    code = f"""
+import threading
+from pathlib import Path
+from test_tier_faults import Setting, prompt
+setting = Setting(Path({str(tmp_path)!r}), close_timeout_s=0.1)
+tokens = prompt(512)
+setting.on_disk_only(tokens)
+reached = threading.Event()
+def hang(*_: object) -> None:
+    reached.set()
+    threading.Event().wait()
+setting.disk.get = hang
+setting.tier.load(setting.tier.lookup(setting.space, tokens), list(range(32)))
+assert reached.wait({BOUND_S})
+setting.tier.close()
+print("closed", flush=True)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=2 * BOUND_S,
+        check=False,
+    )
+    assert (run.returncode, run.stdout) == (0, "closed\n"), run.stderr
 
 
 # Mixtures -----------------------------------------------------------------------------------------
