@@ -351,7 +351,7 @@ class Agent:
 
     def _give_back(self, reading: Future[_Read]) -> None:
         """Nobody wants what was read: its room is free again."""
-        if not reading.cancelled() and reading.exception() is None:
+        if reading.exception() is None:
             self._hierarchy.cancel(reading.result().records.values())
 
     def _read_into(self, read: _Read, load: Load, batch: list[tuple[int, ChunkMove]]) -> None:
