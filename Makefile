@@ -43,7 +43,7 @@ $(FAST)/.installed: $(SOURCES)
 	$(FAST)/bin/pip install -q --upgrade pip
 	$(FAST)/bin/pip install -q torch==$(TORCH) scikit-build-core "nanobind>=3.1,<4" cmake ninja
 	$(FAST)/bin/pip install -q --group test --group lint
-	$(FAST)/bin/pip install -q --no-build-isolation -e '.[testing,torch]'
+	$(FAST)/bin/pip install -q --no-build-isolation -e '.[testing,torch,ucx,s3]'
 	touch $@
 
 $(ENGINE)/.installed: $(SOURCES)

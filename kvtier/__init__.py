@@ -3,7 +3,6 @@
 Open a `KVTier`, `attach` an engine's pages, then `lookup`, `load` and `store` by tokens.
 """
 
-from kvtier.agent import Load, LoadResult
 from kvtier.config import Config, TierConfig, load_config
 from kvtier.control import CleanupResult, Hit, KVTier
 from kvtier.errors import (
@@ -19,6 +18,7 @@ from kvtier.errors import (
 from kvtier.events import Event, EventKind
 from kvtier.keys import Extra, Namespace
 from kvtier.layout import KvLayout, PagedKv
+from kvtier.loading import Load, LoadResult
 from kvtier.space import Space
 from kvtier.storing import StoreResult
 from kvtier.types import ChunkKey, Outcome, Status

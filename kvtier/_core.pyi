@@ -255,3 +255,39 @@ class LruOrder:
     @property
     def memory_bytes(self) -> int:
         """Everything allocated now."""
+
+class Completions:
+    """Where the ends of transfers queue up until somebody asks. Any thread."""
+
+    def __init__(self) -> None: ...
+
+    def push(self, ticket: int, results: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], started: int, is_quiet: bool = True, detail: str = '') -> None:
+        """
+        The end of a transfer: bytes or -errno per piece; pieces from `started` on were never begun; unless `is_quiet`, its memory may still be touched until `push_quiet`.
+        """
+
+    def push_quiet(self, ticket: int) -> None:
+        """Nothing touches the memory of this ended transfer any more."""
+
+    def signal(self) -> None:
+        """Wake whoever sleeps: there is something else to see."""
+
+    def drain(self) -> tuple[list[tuple[int, NDArray[numpy.int64], int, bool, str]], list[int]]:
+        """
+        What was pushed since the last call: ends as (ticket, results, started, is_quiet, detail), and the tickets that became quiet.
+        """
+
+    @property
+    def generation(self) -> int:
+        """Counts pushes and signals."""
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        """
+        Sleep until `generation` is no longer `seen`; False when the time is over first.
+        """
+
+    def fileno(self) -> int:
+        """An eventfd, readable from a push until `clear_fd`."""
+
+    def clear_fd(self) -> None:
+        """Make the eventfd wait for the next push."""

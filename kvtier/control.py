@@ -14,7 +14,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.agent import Agent, Load
 from kvtier.backend import Backend
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, TierConfig, load_config
@@ -25,6 +24,7 @@ from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers, split_k
 from kvtier.index import NONE, Lease
 from kvtier.keys import Extra, Namespace, Tokens
 from kvtier.layout import KvLayout, PagedKv
+from kvtier.loading import Load, Loader
 from kvtier.metrics import Metrics
 from kvtier.planner import page_array, plan_load
 from kvtier.policy import ChunkNumbers
@@ -109,7 +109,7 @@ class KVTier:
             raise
         self._index = self.hierarchy.index
         self._tier_names = tuple(tier.name for tier in tiers)
-        self.agent = Agent(
+        self.loader = Loader(
             self.hierarchy,
             clock,
             self.metrics,
@@ -122,7 +122,7 @@ class KVTier:
             tier.number: WriteBack(
                 self.hierarchy,
                 tier,
-                self.agent.pool,
+                self.loader.pool,
                 self.metrics,
                 config.write_back_queue,
                 self._remove_below,
@@ -130,7 +130,7 @@ class KVTier:
             for tier in tiers[MEMORY + 1 :]
         }
         below = self._writers.get(MEMORY + 1) if config.write_back else None
-        self._storer = Storer(self.hierarchy, self.agent, below)
+        self._storer = Storer(self.hierarchy, self.loader, below)
         self._trim()
 
     @classmethod
@@ -180,7 +180,7 @@ class KVTier:
         self._check_open()
         space = Space(namespace, layout, kv)
         if kv is not None and self.config.self_test:
-            prove_layout(space, self.agent.pool, read_page)
+            prove_layout(space, self.loader.pool, read_page)
         return space
 
     def lookup(
@@ -459,7 +459,7 @@ class KVTier:
             if self._closed:
                 return
             self._closed = True
-        self.agent.close()
+        self.loader.close()
         for writer in self._writers.values():
             if not writer.close(self.config.close_timeout_s):
                 log.warning("kvtier: closed before everything was written down")
@@ -502,7 +502,7 @@ class KVTier:
             table.lease(hit.run)
             load = Load(plan, self._clock, self._clock.now_s() + limit_s)
             self._load_leases[id(load)] = hit.run
-        self.agent.start(load)
+        self.loader.start(load)
         return load
 
     def _load_left(self, load: Load) -> None:

@@ -11,6 +11,7 @@ from kvtier.backend import Backend
 from kvtier.config import convert
 from kvtier.errors import ConfigError
 from kvtier.policy import Policy
+from kvtier.transfer import TransferBackendFactory
 
 
 def open_backend(name: str, options: Mapping[str, Any], path: str) -> Backend:
@@ -23,7 +24,8 @@ def open_backend(name: str, options: Mapping[str, Any], path: str) -> Backend:
     kind = _load("kvtier.backends", name, path)
     if not issubclass(kind, Backend):
         raise ConfigError(f"{path}: {name!r} is not a kvtier Backend")
-    return kind(convert(options, kind.Options, path))  # type: ignore[call-arg]  # the contract's constructor
+    backend: Backend = kind(convert(options, kind.Options, path))
+    return backend
 
 
 def open_policy(name: str, path: str) -> Policy:
@@ -35,10 +37,21 @@ def open_policy(name: str, path: str) -> Policy:
     kind = _load("kvtier.policies", name, path)
     if not issubclass(kind, Policy):
         raise ConfigError(f"{path}: {name!r} is not a kvtier Policy")
-    return kind()
+    policy: Policy = kind()
+    return policy
 
 
-def _load(group: str, name: str, path: str) -> type[Any]:
+def transfer_backends() -> dict[str, TransferBackendFactory]:
+    """Every installed transfer backend by name; whether it works here, its factory will say.
+
+    Raises:
+        ConfigError: two packages claim one name.
+    """
+    names = sorted({entry.name for entry in entry_points(group="kvtier.transfers")})
+    return {name: _load("kvtier.transfers", name, "transfers") for name in names}
+
+
+def _load(group: str, name: str, path: str) -> Any:
     found = tuple(entry_points(group=group, name=name))
     if not found:
         known = sorted({e.name for e in entry_points(group=group)})
@@ -47,5 +60,5 @@ def _load(group: str, name: str, path: str) -> type[Any]:
         raise ConfigError(f"{path}: no {group[7:-1]} named {name!r}{hint} (installed: {known})")
     if len({e.value for e in found}) > 1:
         raise ConfigError(f"{path}: {name!r} is claimed by {', '.join(e.value for e in found)}")
-    kind: type[Any] = found[0].load()
+    kind: Any = found[0].load()
     return kind

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.agent import Agent
 from kvtier.hierarchy import Hierarchy, numbers
 from kvtier.index import NONE
 from kvtier.keys import Extra, Tokens
+from kvtier.loading import Loader
 from kvtier.manifest import NO_PARENT
 from kvtier.planner import ChunkMove, chunk_pages
 from kvtier.policy import ChunkNumbers
@@ -37,9 +37,9 @@ class StoreResult:
 class Storer:
     """Stores runs of chunks; any thread, as `KVTier.store`. `below` is None without write-back."""
 
-    def __init__(self, hierarchy: Hierarchy, agent: Agent, below: WriteBack | None) -> None:
+    def __init__(self, hierarchy: Hierarchy, loader: Loader, below: WriteBack | None) -> None:
         self._hierarchy = hierarchy
-        self._agent = agent
+        self._loader = loader
         self._below = below
 
     def store_missing(
@@ -97,7 +97,7 @@ class Storer:
                     for move, record in zip(moves[part], records[part], strict=True)
                     if record is not None
                 ]
-                nbytes += self._agent.gather(space, [m for m, _ in fresh], [r for _, r in fresh])
+                nbytes += self._loader.gather(space, [m for m, _ in fresh], [r for _, r in fresh])
                 chunks = self._hierarchy.commit(
                     space.id, parent, [move.head for move in moves[part]], records[part]
                 )

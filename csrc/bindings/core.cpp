@@ -8,4 +8,5 @@ NB_MODULE(_core, m) {
   kvtier::bindings::bind_file_io(m);
   kvtier::bindings::bind_slab(m);
   kvtier::bindings::bind_index(m);
+  kvtier::bindings::bind_transfer(m);
 }

@@ -92,7 +92,7 @@ class Setting:
 
     def load_leases_end(self) -> bool:
         """Wait until no load holds chunks any more, ended ones whose bytes come late included."""
-        for lane in self.tier.agent._lanes:
+        for lane in self.tier.loader._lanes:
             idle = threading.Event()
             if not (lane.offer(idle.set) and idle.wait(BOUND_S)):
                 return False

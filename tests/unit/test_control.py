@@ -544,14 +544,14 @@ def test_a_store_that_fails_between_parts_keeps_what_it_had_and_nothing_else(
 ) -> None:
     monkeypatch.setattr("kvtier.storing.STORE_PART_BYTES", 2 * RECORD)
     engine, tokens = Engine(tier), prompt(5 * 256)
-    gather, calls = tier.agent.gather, iter(range(2))
+    gather, calls = tier.loader.gather, iter(range(2))
 
     def fail_at_the_second(*arguments: Any) -> int:
         if next(calls):
             raise MemoryError
         return gather(*arguments)
 
-    monkeypatch.setattr(tier.agent, "gather", fail_at_the_second)
+    monkeypatch.setattr(tier.loader, "gather", fail_at_the_second)
     with pytest.raises(MemoryError):
         engine.store(tokens)
     assert tier.stat()["tiers"]["memory"]["used_bytes"] == 2 * RECORD

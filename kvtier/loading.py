@@ -111,7 +111,7 @@ class Load:
         assert self._result is not None, "_end leaves a result"
         return self._result
 
-    # For the agent ------------------------------------------------------------------------------
+    # For the loader ------------------------------------------------------------------------------
 
     def settle(self, position: int, outcome: Outcome) -> None:
         """Chunk `position` of the plan ended with `outcome`; the first word counts."""
@@ -176,7 +176,7 @@ class Load:
         )
 
 
-class Agent:
+class Loader:
     """Owns the copy pool and the lanes. Any thread."""
 
     def __init__(
@@ -530,7 +530,7 @@ class _Lane:
         return True
 
     def close(self) -> None:
-        """Let what is queued run (it sees that the agent is closing), then end the thread."""
+        """Let what is queued run (it sees that the loader is closing), then end the thread."""
         try:
             self._queue.put(None, timeout=1.0)
         except queue.Full:  # the thread is stuck in I/O below: it is a daemon and is left behind

@@ -1,0 +1,356 @@
+"""The one statement of what a transfer backend is: what moves pieces between two regions.
+
+Dependencies point here: `kvtier.agent` calls `TransferBackend`, implementations under
+`kvtier.backends` subclass it (or `BlockingTransfers`, which brings threads and deadlines to a
+blocking function), and `kvtier.testing.transfer_suite` checks them.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+import errno
+import heapq
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._core import Completions
+from kvtier.types import Region, RegionKind
+
+log = logging.getLogger("kvtier.transfer")
+
+Results = npt.NDArray[np.int64]
+"""Per piece: bytes moved, or -errno."""
+
+QUEUE_MAX = 1024  # transfers waiting for a thread of one backend; beyond it they end with EAGAIN
+
+
+class Op(enum.Enum):
+    """Which way bytes go; the caller's side is always `local`."""
+
+    READ = "read"
+    """From remote to local."""
+    WRITE = "write"
+    """From local to remote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Two kinds of memory that bytes can go between, either way."""
+
+    local: RegionKind
+    remote: RegionKind
+    peer: bool = False
+    """The remote region is another agent's; else it is one of this agent's own."""
+
+    def __str__(self) -> str:
+        return f"{self.local.value}-{'peer ' if self.peer else ''}{self.remote.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What an implementation can do; constant over its life."""
+
+    routes: frozenset[Route]
+    alignment: int = 1
+    """Offsets and lengths of both sides are multiples of it in every transfer the agent gives."""
+    piece_bytes_max: int = 1 << 40
+    """The agent cuts longer pieces."""
+    durable: bool = False
+    """An OK write is on stable storage."""
+    latency_s: float = 1e-4
+    """Expected time of a transfer of nothing, until the agent has measured it."""
+    bytes_per_s: float = 1e9
+    """Expected speed, until the agent has measured it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of each piece: `offsets[i]` in the region that `handles[which[i]]` stands for."""
+
+    handles: tuple[Any, ...]
+    """What `register` or `import_region` gave for each region."""
+    which: npt.NDArray[np.uint32]
+    offsets: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What one transfer moves: within the regions, merged and cut, none of them empty."""
+
+    op: Op
+    local: Side
+    remote: Side
+    lengths: npt.NDArray[np.uint64]
+
+
+class Unsuitable(Exception):
+    """A backend says that it cannot serve this region or peer, and why; others may."""
+
+
+class TransferBackend(abc.ABC):
+    """Moves pieces between regions of the kinds it knows.
+
+    The agent calls from any thread, registers before it prepares, and deregisters only what no
+    unfinished or unquiet transfer uses. Nothing here waits for bytes or for a peer, except `close`.
+    """
+
+    name: ClassVar[str]
+    """As metrics, reasons and metadata call it."""
+
+    @property
+    @abc.abstractmethod
+    def reach(self) -> Reach:
+        """Constant description of this instance."""
+
+    @abc.abstractmethod
+    def register(self, region: Region, source: Any) -> Any:
+        """Make the region usable; gives the handle that stands for it in `Side`.
+
+        `source` is what the caller registered: a buffer, a path, a URL. It outlives the handle.
+
+        Raises:
+            Unsuitable: this backend cannot serve it; the reason is shown to the user.
+        """
+
+    @abc.abstractmethod
+    def deregister(self, handle: Any) -> None:
+        """Release what `register` or `import_region` took."""
+
+    # Peers; a backend without peer routes leaves these alone -------------------------------------
+
+    def address(self) -> bytes:
+        """How agents elsewhere reach this one; travels in the metadata."""
+        return b""
+
+    def export(self, handle: Any) -> bytes:
+        """What a peer needs to reach the region; empty if it cannot."""
+        return b""
+
+    def connect(self, address: bytes, host_pid: int | None) -> Any:
+        """A link to the agent whose backend gave `address`; any number of times.
+
+        `host_pid` is its process id if it runs on this host in this pid namespace and may be
+        reached as such, else None. Bytes are foreign: malformed ones raise Unsuitable.
+        """
+        raise Unsuitable(f"{self.name} reaches no peers")
+
+    def import_region(self, link: Any, region: Region, exported: bytes) -> Any:
+        """A handle of a peer's region; malformed bytes raise Unsuitable."""
+        raise Unsuitable(f"{self.name} reaches no peers")
+
+    def disconnect(self, link: Any) -> None:  # noqa: B027 - optional hook
+        """Fail what is in flight on the link with ECONNRESET and drop it."""
+
+    # Transfers -----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def prepare(self, pieces: Pieces, link: Any) -> Any:
+        """All the work that need not be repeated when a transfer is posted again.
+
+        `link` is the peer's, None where the remote side is local. Raises Unsuitable.
+        """
+
+    @abc.abstractmethod
+    def start(self, prepared: Any, ticket: int, deadline_s: float) -> None:
+        """Begin to move; returns at once.
+
+        By `deadline_s` (from now) one completion of `ticket` is in the agent's `Completions`,
+        whatever happens: bytes or -errno per piece (-ETIMEDOUT, -ECANCELED, -ECONNRESET ...), never
+        OK for bytes that did not arrive. If memory may be touched after that, it says so
+        (`is_quiet=False`) and tells when it no longer is. An OK write to a peer is in the peer's
+        memory, not only on its way. `prepared` may be in flight only once.
+        """
+
+    @abc.abstractmethod
+    def cancel(self, ticket: int) -> None:
+        """End the transfer soon with -ECANCELED for what has not arrived; unknown ones are over."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End all that is in flight, wait a bounded time, release threads; again, do nothing."""
+
+
+class Stop:
+    """Tells a blocking move that nobody waits for it any more, and how long somebody will."""
+
+    def __init__(self, ends_s: float) -> None:
+        self._ends_s = ends_s
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        """Ask it to end; pieces not begun yet are not begun."""
+        self._event.set()
+
+    def is_set(self) -> bool:
+        """Whether it was asked to end, or the deadline is over."""
+        return self._event.is_set() or self.left_s() <= 0
+
+    def left_s(self) -> float:
+        """Seconds until the deadline; less than 0 after it."""
+        return self._ends_s - time.monotonic()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep, no longer than to the deadline; True as soon as it should end."""
+        self._event.wait(max(0.0, min(timeout_s, self.left_s())))
+        return self.is_set()
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    prepared: Any
+    count: int
+    ticket: int
+    stop: Stop
+    ends_s: float
+    running: bool = False
+    told: bool = False  # its completion is pushed
+    _order: tuple[float, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._order = (self.ends_s, self.ticket)
+
+    def __lt__(self, other: _Job) -> bool:
+        return self._order < other._order
+
+
+class BlockingTransfers(TransferBackend):
+    """A transfer backend made of a function that blocks: brings threads, deadlines and cancel.
+
+    `move` runs on `threads` threads of the backend's own, daemons, so that a call that hangs in the
+    kernel or in a server holds up neither the caller nor the end of the process. One more thread
+    ends what is overdue.
+    """
+
+    threads: ClassVar[int] = 4
+
+    def __init__(self, completions: Completions) -> None:
+        self._completions = completions
+        self._queue: queue.Queue[_Job | None] = queue.Queue()
+        self._changed = threading.Condition()
+        self._jobs: dict[int, _Job] = {}
+        self._overdue: list[_Job] = []
+        self._closed = False
+        self._workers = [
+            threading.Thread(target=self._work, name=f"kvtier-{self.name}-{i}", daemon=True)
+            for i in range(self.threads)
+        ]
+        self._warden = threading.Thread(
+            target=self._watch, name=f"kvtier-{self.name}-deadlines", daemon=True
+        )
+        for thread in (*self._workers, self._warden):
+            thread.start()
+
+    @abc.abstractmethod
+    def move(self, prepared: Any, results: Results, stop: Stop) -> str:
+        """Move all pieces; fill `results` as they end; gives the reason of a failure, or "".
+
+        `results` starts as -ECANCELED everywhere, which is what a piece that was not begun keeps.
+        Must look at `stop` between pieces. Anything raised fails the pieces still unanswered.
+        """
+
+    @abc.abstractmethod
+    def piece_count(self, prepared: Any) -> int:
+        """How many pieces `prepared` has."""
+
+    def start(self, prepared: Any, ticket: int, deadline_s: float) -> None:  # noqa: D102
+        ends_s = time.monotonic() + deadline_s
+        job = _Job(prepared, self.piece_count(prepared), ticket, Stop(ends_s), ends_s)
+        with self._changed:
+            if self._closed or len(self._jobs) >= QUEUE_MAX:
+                code, why = (
+                    (errno.ECANCELED, "closed")
+                    if self._closed
+                    else (errno.EAGAIN, f"{QUEUE_MAX} transfers are waiting")
+                )
+                self._tell(job, np.full(job.count, -code, np.int64), 0, True, why)
+                return
+            self._jobs[ticket] = job
+            heapq.heappush(self._overdue, job)
+            if self._overdue[0] is job:
+                self._changed.notify()
+        self._queue.put(job)
+
+    def cancel(self, ticket: int) -> None:  # noqa: D102
+        with self._changed:
+            if (job := self._jobs.get(ticket)) is not None:
+                self._give_up(job, errno.ECANCELED, "cancelled")
+
+    def close(self) -> None:  # noqa: D102
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            for job in list(self._jobs.values()):
+                self._give_up(job, errno.ECANCELED, "closed")
+            self._changed.notify()
+        for _ in self._workers:
+            self._queue.put(None)
+        ends_s = time.monotonic() + 1.0
+        for thread in (*self._workers, self._warden):  # one stuck below is left behind
+            thread.join(max(0.0, ends_s - time.monotonic()))
+
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            with self._changed:
+                if job.told:  # given up while it waited
+                    self._jobs.pop(job.ticket, None)
+                    continue
+                job.running = True
+            results = np.full(job.count, -errno.ECANCELED, np.int64)
+            try:
+                detail = self.move(job.prepared, results, job.stop)
+            except Exception as error:  # outermost frame of the thread
+                log.exception("kvtier: %s: transfer failed", self.name)
+                code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+                results[results == -errno.ECANCELED] = -code
+                detail = repr(error)
+            with self._changed:
+                del self._jobs[job.ticket]
+                if job.told:
+                    self._completions.push_quiet(job.ticket)
+                else:
+                    self._tell(job, results, job.count, True, detail)
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._closed:
+                if not self._overdue:
+                    self._changed.wait()
+                    continue
+                job = self._overdue[0]
+                left_s = job.ends_s - time.monotonic()
+                if job.told:
+                    heapq.heappop(self._overdue)
+                elif left_s > 0:
+                    self._changed.wait(left_s)
+                else:
+                    heapq.heappop(self._overdue)
+                    self._give_up(job, errno.ETIMEDOUT, "deadline passed")
+
+    def _give_up(self, job: _Job, code: int, detail: str) -> None:
+        """Say that it ended; if a thread is at it, its memory is quiet only later. Under the lock."""
+        job.stop.set()
+        if job.told:
+            return
+        if not job.running:
+            self._jobs.pop(job.ticket, None)
+        results = np.full(job.count, -code, np.int64)
+        self._tell(job, results, job.count if job.running else 0, not job.running, detail)
+
+    def _tell(self, job: _Job, results: Results, started: int, quiet: bool, detail: str) -> None:
+        job.told = True
+        self._completions.push(job.ticket, results, started, quiet, detail)
+
+
+TransferBackendFactory = Callable[[Completions], TransferBackend]
+"""What an entry point of the group ``kvtier.transfers`` names; raises Unsuitable, with the reason,
+on a machine where it cannot work."""
