@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -41,13 +41,13 @@ def open_policy(name: str, path: str) -> Policy:
     return policy
 
 
-def transfer_backends() -> dict[str, TransferBackendFactory]:
-    """Every installed transfer backend by name; whether it works here, its factory will say.
+def transfer_backends(wanted: Sequence[str] | None = None) -> dict[str, TransferBackendFactory]:
+    """The installed transfer backends by name, or the `wanted` ones; each says if it works here.
 
     Raises:
-        ConfigError: two packages claim one name.
+        ConfigError: a wanted one is not installed, or two packages claim one name.
     """
-    names = sorted({entry.name for entry in entry_points(group="kvtier.transfers")})
+    names = wanted or sorted({entry.name for entry in entry_points(group="kvtier.transfers")})
     return {name: _load("kvtier.transfers", name, "transfers") for name in names}
 
 

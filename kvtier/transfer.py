@@ -125,6 +125,13 @@ class TransferBackend(abc.ABC):
     def deregister(self, handle: Any) -> None:
         """Release what `register` or `import_region` took."""
 
+    def length(self, source: Any) -> int:
+        """Bytes of the place that `source` names, such as an object; 0 if that is not for it to say.
+
+        Raises Unsuitable where the place is of its kind and cannot be looked at.
+        """
+        return 0
+
     # Peers; a backend without peer routes leaves these alone -------------------------------------
 
     def address(self) -> bytes:
@@ -174,6 +181,10 @@ class TransferBackend(abc.ABC):
     def cancel(self, ticket: int) -> None:
         """End the transfer soon with -ECANCELED for what has not arrived; unknown ones are over."""
 
+    def progress(self, ticket: int) -> int:
+        """Bytes of the running transfer that have arrived so far; 0 if it cannot tell."""
+        return 0
+
     @abc.abstractmethod
     def close(self) -> None:
         """End all that is in flight, wait a bounded time, release threads; again, do nothing."""
@@ -213,6 +224,7 @@ class _Job:
     ends_s: float
     running: bool = False
     told: bool = False  # its completion is pushed
+    results: Results | None = None
     _order: tuple[float, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -239,15 +251,7 @@ class BlockingTransfers(TransferBackend):
         self._jobs: dict[int, _Job] = {}
         self._overdue: list[_Job] = []
         self._closed = False
-        self._workers = [
-            threading.Thread(target=self._work, name=f"kvtier-{self.name}-{i}", daemon=True)
-            for i in range(self.threads)
-        ]
-        self._warden = threading.Thread(
-            target=self._watch, name=f"kvtier-{self.name}-deadlines", daemon=True
-        )
-        for thread in (*self._workers, self._warden):
-            thread.start()
+        self._threads: list[threading.Thread] = []  # none before the first transfer
 
     @abc.abstractmethod
     def move(self, prepared: Any, results: Results, stop: Stop) -> str:
@@ -273,6 +277,8 @@ class BlockingTransfers(TransferBackend):
                 )
                 self._tell(job, np.full(job.count, -code, np.int64), 0, True, why)
                 return
+            if not self._threads:
+                self._begin()
             self._jobs[ticket] = job
             heapq.heappush(self._overdue, job)
             if self._overdue[0] is job:
@@ -292,11 +298,30 @@ class BlockingTransfers(TransferBackend):
             for job in list(self._jobs.values()):
                 self._give_up(job, errno.ECANCELED, "closed")
             self._changed.notify()
-        for _ in self._workers:
+        for _ in self._threads:
             self._queue.put(None)
         ends_s = time.monotonic() + 1.0
-        for thread in (*self._workers, self._warden):  # one stuck below is left behind
+        for thread in self._threads:  # one stuck below is left behind
             thread.join(max(0.0, ends_s - time.monotonic()))
+
+    def progress(self, ticket: int) -> int:  # noqa: D102
+        with self._changed:
+            job = self._jobs.get(ticket)
+        if job is None or job.results is None:
+            return 0
+        results = job.results
+        return int(results[results > 0].sum())
+
+    def _begin(self) -> None:
+        self._threads = [
+            threading.Thread(target=self._watch, name=f"kvtier-{self.name}-deadlines", daemon=True),
+            *(
+                threading.Thread(target=self._work, name=f"kvtier-{self.name}-{i}", daemon=True)
+                for i in range(self.threads)
+            ),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -305,7 +330,7 @@ class BlockingTransfers(TransferBackend):
                     self._jobs.pop(job.ticket, None)
                     continue
                 job.running = True
-            results = np.full(job.count, -errno.ECANCELED, np.int64)
+            results = job.results = np.full(job.count, -errno.ECANCELED, np.int64)
             try:
                 detail = self.move(job.prepared, results, job.stop)
             except Exception as error:  # outermost frame of the thread

@@ -50,7 +50,9 @@ class RegionKind(enum.Enum):
     VRAM = "vram"
     FILE = "file"
     BLK = "blk"
+    """A block device."""
     OBJ = "obj"
+    """An object in an object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Region:
     address: int
     nbytes: int
     device: int = 0
+    number: int = -1
+    """Which of its agent's regions it is; -1 for memory that no agent has registered."""
 
 
 @dataclass(frozen=True, slots=True)
