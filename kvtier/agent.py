@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from kvtier import descriptors
@@ -110,6 +110,8 @@ class Agent:
         self._notifications: deque[Notification] = deque()
         self._notifications_max = notifications_max
         self._paused: set[Connection] = set()
+        self.listeners: set[Callable[[], None]] = set()
+        """kvtier's own, called from any thread when something ended or was said; they only wake."""
         self._closed = False
         self._channel = Channel(self, listen)
         self._postings = Postings(
@@ -121,6 +123,7 @@ class Agent:
             lambda wanted: self._channel.watch(self._completions.fileno(), wanted),
             self._channel.wake,
             self._answer_withdrawals,
+            lambda: [listener() for listener in list(self.listeners)],
         )
         self._open_backends(backends)
         self._channel.start()
@@ -370,9 +373,13 @@ class Agent:
 
     def progress(self) -> list[Transfer]:
         """Transfers that ended since the last call; makes `fileno` wait for what comes next."""
-        self._completions.clear_fd()
+        self.clear()
         self._postings.look()
         return self._postings.ended()
+
+    def clear(self) -> None:
+        """Make `fileno` wait for what comes next, for those who look at transfers one by one."""
+        self._completions.clear_fd()
 
     def fileno(self) -> int:
         """An eventfd, readable when a transfer ended or a notification came, until `progress`."""
@@ -456,7 +463,7 @@ class Agent:
                 self._leaving.get(message.region, set()).discard(connection)
             else:
                 raise Broken(f"unexpected {type(message).__name__}")
-        self._completions.signal()
+        self._heed()
 
     def on_lost(self, connection: Connection, reason: str) -> None:
         """`Handler.on_lost`."""
@@ -482,7 +489,12 @@ class Agent:
             self._postings.start_waiting()
         for name, link in links.items():
             self._backends[name].disconnect(link)
+        self._heed()
+
+    def _heed(self) -> None:
         self._completions.signal()
+        for listener in list(self.listeners):
+            listener()
 
     def _greet(self, connection: Connection, hello: Hello) -> None:
         if connection.outbound or connection.greeted:

@@ -53,7 +53,10 @@ async def notifications(agent: Agent) -> AsyncIterator[Notification]:
 
 
 class _Watch:
-    """One agent's eventfd in one loop, and the tasks that sleep until it is readable."""
+    """One agent in one loop, and the tasks that sleep until something happens to it.
+
+    Whoever else looks at the agent may clear its eventfd first, so it also calls `on_change`.
+    """
 
     def __init__(self, agent: Agent, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -61,8 +64,23 @@ class _Watch:
         self._agent = agent
         self._sleepers: set[asyncio.Future[None]] = set()
 
-    def on_readable(self) -> None:
-        self._agent.progress()
+    def begin(self) -> None:
+        self._agent.listeners.add(self.on_change)
+        self.loop.add_reader(self._agent.fileno(), self._on_readable)
+
+    def end(self) -> None:
+        self._agent.listeners.discard(self.on_change)
+        self.loop.remove_reader(self._agent.fileno())
+
+    def on_change(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self._wake)
+
+    def _on_readable(self) -> None:
+        self._agent.clear()
+        self._wake()
+
+    def _wake(self) -> None:
         for sleeper in self._sleepers:
             if not sleeper.done():
                 sleeper.set_result(None)
@@ -83,17 +101,19 @@ _watches: WeakKeyDictionary[Agent, _Watch] = WeakKeyDictionary()
 def _watched(agent: Agent) -> Iterator[_Watch]:
     loop = asyncio.get_running_loop()
     watch = _watches.get(agent)
-    if watch is None or (watch.loop is not loop and watch.loop.is_closed()):
+    if watch is not None and watch.loop is not loop:
+        if not watch.loop.is_closed():
+            raise RuntimeError("another event loop waits for this agent")
+        watch = None
+    if watch is None:
         watch = _watches[agent] = _Watch(agent, loop)
-    if watch.loop is not loop:
-        raise RuntimeError("another event loop waits for this agent")
     if not watch.users:
-        loop.add_reader(agent.fileno(), watch.on_readable)
+        watch.begin()
     watch.users += 1
     try:
         yield watch
     finally:
         watch.users -= 1
         if not watch.users:
-            loop.remove_reader(agent.fileno())
+            watch.end()
             del _watches[agent]

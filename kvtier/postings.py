@@ -45,9 +45,11 @@ class Postings:
         follow: Callable[[bool], None],
         wake: Callable[[], None],
         released: Callable[[Transfer], None],
+        heed: Callable[[], object],
     ) -> None:
         """`follow` says whether ends must be looked at though nobody asks, `wake` that a deadline
-        is new, `released` is told of each transfer that touches its regions no more."""
+        is new, `released` is told of each transfer that touches its regions no more, `heed` that
+        some have ended."""
         self._lock = lock
         self._completions = completions
         self._backends = backends
@@ -56,6 +58,7 @@ class Postings:
         self._follow_ends = follow
         self._wake = wake
         self._released = released
+        self._heed = heed
         self._next_ticket = 1
         self._running: dict[int, Transfer] = {}
         self._unquiet: dict[int, Transfer] = {}
@@ -250,6 +253,7 @@ class Postings:
             self._unquiet[transfer.ticket] = transfer
         transfer.end(results, started, is_quiet, detail)
         self._ended.append(transfer)
+        self._heed()
         if transfer.peer is not None and transfer.notify is not None:
             transfer.peer.say(Notify(transfer.notify, transfer.failure[:1000]))
         if is_quiet:

@@ -30,6 +30,8 @@ log = logging.getLogger("kvtier.transfer")
 Results = npt.NDArray[np.int64]
 """Per piece: bytes moved, or -errno."""
 
+_SLEEP_S_MAX = 3600.0  # a thread's sleep has a limit of its own, which "no deadline" would exceed
+_ENDED_MAX = 256  # jobs that are over and wait in the list of deadlines for it to be cleared
 QUEUE_MAX = 1024  # transfers waiting for a thread of one backend; beyond it they end with EAGAIN
 
 
@@ -269,7 +271,8 @@ class BlockingTransfers(TransferBackend):
         ends_s = time.monotonic() + deadline_s
         job = _Job(prepared, self.piece_count(prepared), ticket, Stop(ends_s), ends_s)
         with self._changed:
-            if self._closed or len(self._jobs) >= QUEUE_MAX:
+            # Those given up lie in the queue too, until one of the threads is free to pass over them.
+            if self._closed or max(len(self._jobs), self._queue.qsize()) >= QUEUE_MAX:
                 code, why = (
                     (errno.ECANCELED, "closed")
                     if self._closed
@@ -280,6 +283,9 @@ class BlockingTransfers(TransferBackend):
             if not self._threads:
                 self._begin()
             self._jobs[ticket] = job
+            if len(self._overdue) > len(self._jobs) + _ENDED_MAX:
+                self._overdue = [each for each in self._overdue if not each.told]
+                heapq.heapify(self._overdue)
             heapq.heappush(self._overdue, job)
             if self._overdue[0] is job:
                 self._changed.notify()
@@ -325,25 +331,34 @@ class BlockingTransfers(TransferBackend):
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
-            with self._changed:
-                if job.told:  # given up while it waited
-                    self._jobs.pop(job.ticket, None)
-                    continue
-                job.running = True
-            results = job.results = np.full(job.count, -errno.ECANCELED, np.int64)
-            try:
-                detail = self.move(job.prepared, results, job.stop)
-            except Exception as error:  # outermost frame of the thread
-                log.exception("kvtier: %s: transfer failed", self.name)
-                code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-                results[results == -errno.ECANCELED] = -code
-                detail = repr(error)
-            with self._changed:
-                del self._jobs[job.ticket]
-                if job.told:
-                    self._completions.push_quiet(job.ticket)
-                else:
-                    self._tell(job, results, job.count, True, detail)
+            self._run(job)
+            del job  # or it would stay until the next one comes
+
+    def _run(self, job: _Job) -> None:
+        with self._changed:
+            if job.told:  # given up while it waited
+                return
+            if job.stop.is_set():  # overdue, which the other thread has not seen yet
+                self._give_up(job, errno.ETIMEDOUT, "deadline passed")
+                return
+            job.running = True
+        results = job.results = np.full(job.count, -errno.ECANCELED, np.int64)
+        try:
+            detail = self.move(job.prepared, results, job.stop)
+        except Exception as error:  # outermost frame of the thread
+            log.exception("kvtier: %s: transfer failed", self.name)
+            code = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            results[results == -errno.ECANCELED] = -code
+            detail = repr(error)
+        with self._changed:
+            del self._jobs[job.ticket]
+            job.prepared = None  # the list of deadlines may know the job for long
+            if job.told:
+                self._completions.push_quiet(job.ticket)
+                return
+            if job.stop.left_s() <= 0:  # nobody cancelled it, so that is what stopped it
+                results[results == -errno.ECANCELED] = -errno.ETIMEDOUT
+            self._tell(job, results, job.count, True, detail)
 
     def _watch(self) -> None:
         with self._changed:
@@ -356,7 +371,7 @@ class BlockingTransfers(TransferBackend):
                 if job.told:
                     heapq.heappop(self._overdue)
                 elif left_s > 0:
-                    self._changed.wait(left_s)
+                    self._changed.wait(min(left_s, _SLEEP_S_MAX))
                 else:
                     heapq.heappop(self._overdue)
                     self._give_up(job, errno.ETIMEDOUT, "deadline passed")
@@ -368,6 +383,7 @@ class BlockingTransfers(TransferBackend):
             return
         if not job.running:
             self._jobs.pop(job.ticket, None)
+            job.prepared = None
         results = np.full(job.count, -code, np.int64)
         self._tell(job, results, job.count if job.running else 0, not job.running, detail)
 

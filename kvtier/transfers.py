@@ -6,7 +6,6 @@ import enum
 import errno
 import os
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,7 +84,6 @@ class Transfer:
         self.ticket = 0
         self.ends_s = 0.0
         self.notify: bytes | None = None
-        self.listeners: list[Callable[[], None]] = []  # kvtier's own: they only wake a waiter
         self._owner = owner
         self._posted_s = 0.0
         self._codes: Results | None = None
@@ -187,17 +185,11 @@ class Transfer:
         if is_quiet:
             self._release()
         self.state = State.ENDED
-        self._wake()
 
     def become_quiet(self) -> None:
         """Nothing touches its memory any more."""
         self.is_quiet = True
         self._release()
-        self._wake()
-
-    def _wake(self) -> None:
-        for listener in self.listeners:
-            listener()
 
     def _release(self) -> None:
         for held in self.held:

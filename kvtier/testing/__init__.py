@@ -6,4 +6,6 @@ pytest.register_assert_rewrite(
     "kvtier.testing.backend_suite",
     "kvtier.testing.connector_suite",
     "kvtier.testing.policy_suite",
+    "kvtier.testing.transfer_scene",
+    "kvtier.testing.transfer_suite",
 )
