@@ -3,6 +3,7 @@
 Open a `KVTier`, `attach` an engine's pages, then `lookup`, `load` and `store` by tokens.
 """
 
+from kvtier.agent import Agent
 from kvtier.config import Config, TierConfig, load_config
 from kvtier.control import CleanupResult, Hit, KVTier
 from kvtier.errors import (
@@ -19,11 +20,15 @@ from kvtier.events import Event, EventKind
 from kvtier.keys import Extra, Namespace
 from kvtier.layout import KvLayout, PagedKv
 from kvtier.loading import Load, LoadResult
+from kvtier.peers import Notification, NotificationKind, Peer
 from kvtier.space import Space
 from kvtier.storing import StoreResult
-from kvtier.types import ChunkKey, Outcome, Status
+from kvtier.transfer import Op
+from kvtier.transfers import Transfer
+from kvtier.types import ChunkKey, Descriptor, Outcome, Region, RegionKind, Status
 
 __all__ = [
+    "Agent",
     "BackendUnavailable",
     "ChunkKey",
     "CleanupResult",
@@ -31,6 +36,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CorruptChunk",
+    "Descriptor",
     "Event",
     "EventKind",
     "Extra",
@@ -43,12 +49,19 @@ __all__ = [
     "Load",
     "LoadResult",
     "Namespace",
+    "Notification",
+    "NotificationKind",
+    "Op",
     "Outcome",
     "PagedKv",
+    "Peer",
+    "Region",
+    "RegionKind",
     "Space",
     "Status",
     "StoreResult",
     "TierConfig",
+    "Transfer",
     "TransferTimeout",
     "load_config",
 ]
