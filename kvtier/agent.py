@@ -521,7 +521,9 @@ class Agent:
     def _withdraw(self, connection: Connection, number: int) -> None:
         for peer in self._peers.values():
             if peer.connection is connection and (held := peer.leave(number)) is not None:
-                if not held.uses:
+                if held.uses:
+                    self._postings.await_quiet(held)
+                else:
                     self._give_up(peer, held)
                 return
         connection.send(Withdrawn(number))

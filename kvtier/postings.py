@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from kvtier._core import Completions
 from kvtier.errors import Closed
 from kvtier.metadata import Notify, check_payload
+from kvtier.peers import Held
 from kvtier.routing import Router
 from kvtier.transfer import Results, TransferBackend
 from kvtier.transfers import State, Transfer
@@ -65,6 +66,7 @@ class Postings:
         self._waiting: deque[Transfer] = deque()
         self._deadlines: list[tuple[float, int, Transfer]] = []  # of those that wait
         self._notifying = 0  # of those that run
+        self._awaited: list[Held] = []  # regions that a peer wants back
         self._in_flight_bytes = 0
         self._ended: deque[Transfer] = deque(maxlen=_ENDED_MAX)
         self._closed = False
@@ -135,7 +137,7 @@ class Postings:
                 if (transfer := self._unquiet.pop(ticket, None)) is not None:
                     transfer.become_quiet()
                     self._released(transfer)
-            if ended:
+            if ended or quiet:
                 self.start_waiting()
 
     def ended(self) -> list[Transfer]:
@@ -166,6 +168,13 @@ class Postings:
                 if transfer.state is State.WAITING and not self._try_start(transfer):
                     self._waiting.append(transfer)
             self._follow()
+
+    def await_quiet(self, held: Held) -> None:
+        """Look at ends, though nobody asks, until nothing touches the region any more."""
+        with self._lock:
+            self._awaited.append(held)
+            self._follow()
+            self._wake()
 
     def close(self, timeout_s: float) -> list[Transfer]:
         """Cancel all, refuse what comes, and wait until memory is quiet; gives what is not."""
@@ -234,7 +243,8 @@ class Postings:
         self._completions.signal()
 
     def _follow(self) -> None:
-        self._follow_ends(bool(self._waiting) or self._notifying > 0)
+        self._awaited = [held for held in self._awaited if held.uses]
+        self._follow_ends(bool(self._waiting or self._awaited) or self._notifying > 0)
 
     def _end_running(
         self, transfer: Transfer, results: Results, started: int, is_quiet: bool, detail: str
