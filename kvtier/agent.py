@@ -13,6 +13,7 @@ on their own threads; what ended is seen through `fileno`, `done` or `wait`, in 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
@@ -21,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
+from weakref import WeakSet
 
 from kvtier import descriptors
 from kvtier._core import Completions
@@ -61,6 +63,15 @@ _CLOSE_S = 5.0
 
 _left_behind: list[Transfer] = []
 """Transfers whose memory was not quiet when their agent closed: it must not be freed, ever."""
+
+_open: WeakSet[Agent] = WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Backends' threads must not move bytes while the interpreter takes memory away."""
+    for agent in list(_open):
+        agent.close()
 
 
 class Agent:
@@ -113,6 +124,7 @@ class Agent:
         self.listeners: set[Callable[[], None]] = set()
         """kvtier's own, called from any thread when something ended or was said; they only wake."""
         self._closed = False
+        factories = backends if isinstance(backends, Mapping) else transfer_backends(backends)
         self._channel = Channel(self, listen)
         self._postings = Postings(
             self._lock,
@@ -125,13 +137,11 @@ class Agent:
             self._answer_withdrawals,
             lambda: [listener() for listener in list(self.listeners)],
         )
-        self._open_backends(backends)
+        self._open_backends(factories)
         self._channel.start()
+        _open.add(self)
 
-    def _open_backends(
-        self, wanted: Mapping[str, TransferBackendFactory] | Sequence[str] | None
-    ) -> None:
-        factories = wanted if isinstance(wanted, Mapping) else transfer_backends(wanted)
+    def _open_backends(self, factories: Mapping[str, TransferBackendFactory]) -> None:
         for name, factory in factories.items():
             try:
                 self._backends[name] = factory(self._completions)
@@ -395,6 +405,7 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
+            _open.discard(self)
         rest = self._postings.close(_CLOSE_S)
         self._channel.close()
         for backend in self._backends.values():

@@ -620,11 +620,12 @@ def test_newer_metadata_update_a_peer_and_older_are_refused(bench: Bench) -> Non
 
 def test_metadata_of_an_agent_that_is_gone_reach_nobody(bench: Bench) -> None:
     stale = bench.two.metadata()
-    fresh = decode_metadata(bench.agent("two").metadata())
-    # the restarted one listens where the old one did
-    mixed = msgspec.structs.replace(decode_metadata(stale), unix=fresh.unix)
-    peer = bench.one.connect(encode_metadata(mixed))
-    until(lambda: not peer.alive)
+    with bench.agent("two") as restarted:
+        fresh = decode_metadata(restarted.metadata())
+        # as if the restarted one listened where the old one did
+        mixed = msgspec.structs.replace(decode_metadata(stale), unix=fresh.unix)
+        peer = bench.one.connect(encode_metadata(mixed))
+        until(lambda: not peer.alive)
     assert "refused" in peer.lost or "gone" in peer.lost
 
 
