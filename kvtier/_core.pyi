@@ -104,10 +104,16 @@ class FileEngine:
 
 class Slab:
     """
-    One anonymous mapping on huge pages, allocated in multiples of 4 KiB. Any thread.
+    One mapping, on huge pages if there are any, allocated in multiples of 4 KiB. Any thread.
     """
 
     def __init__(self, capacity_bytes: int, prefault: bool = True) -> None: ...
+
+    @staticmethod
+    def over(fd: int, size_bytes: int, is_writable: bool, prefault: bool = True) -> Slab:
+        """
+        Shared with whoever maps the same file, which has `size_bytes` and never becomes shorter; `fd` may be closed afterwards.
+        """
 
     @property
     def address(self) -> int:
@@ -139,8 +145,10 @@ class Slab:
         Give back the run at `offset`; ValueError when none is allocated there.
         """
 
-    def memory(self, offset: int, nbytes: int) -> Annotated[memoryview, dict(dtype='uint8', shape=(None,))]:
-        """Writable bytes, without a copy; they keep the memory mapped."""
+    def memory(self, offset: int, nbytes: int) -> memoryview:
+        """
+        The bytes themselves, writable if the mapping is; they keep the memory mapped.
+        """
 
     def close(self) -> None:
         """

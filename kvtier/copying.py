@@ -31,7 +31,7 @@ class Mapped:
 
     address: int
     nbytes: int
-    is_writable: bool = True
+    is_writable: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

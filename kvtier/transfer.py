@@ -296,6 +296,13 @@ class BlockingTransfers(TransferBackend):
             if (job := self._jobs.get(ticket)) is not None:
                 self._give_up(job, errno.ECANCELED, "cancelled")
 
+    def fail(self, is_meant: Callable[[Any], bool], code: int, detail: str) -> None:
+        """End every transfer in flight whose `prepared` is meant with -`code`, as `cancel` does."""
+        with self._changed:
+            for job in list(self._jobs.values()):
+                if not job.told and is_meant(job.prepared):
+                    self._give_up(job, code, detail)
+
     def close(self) -> None:  # noqa: D102
         with self._changed:
             if self._closed:

@@ -16,9 +16,12 @@ constexpr std::uint64_t kPageBytes = Slab::kAlignBytes;
 constexpr std::uint64_t kPrefaultStepBytes = 4 * kHugePageBytes;
 constexpr std::uint64_t kCapacityBytesMax = std::uint64_t{1} << 46;  // a process's address space
 
+// Linux 5.14; older C libraries do not name them.
 #ifndef MADV_POPULATE_WRITE
-constexpr int kMadvPopulateWrite = 23;  // Linux 5.14; older C libraries do not name it
+constexpr int kMadvPopulateRead = 22;
+constexpr int kMadvPopulateWrite = 23;
 #else
+constexpr int kMadvPopulateRead = MADV_POPULATE_READ;
 constexpr int kMadvPopulateWrite = MADV_POPULATE_WRITE;
 #endif
 
@@ -35,42 +38,87 @@ std::uint64_t checked_capacity(std::uint64_t capacity_bytes) {
 }
 
 /// Make each page real without changing a byte: the slab is in use by then.
-void touch(std::byte* address, std::uint64_t nbytes) {
+void touch(std::byte* address, std::uint64_t nbytes, bool is_writable) {
   for (std::uint64_t at = 0; at < nbytes; at += kPageBytes) {
     auto& byte = reinterpret_cast<unsigned char&>(address[at]);
-    std::atomic_ref<unsigned char>(byte).fetch_or(0, std::memory_order_relaxed);
+    const std::atomic_ref<unsigned char> whole(byte);
+    if (is_writable) {
+      whole.fetch_or(0, std::memory_order_relaxed);
+    } else {
+      static_cast<void>(whole.load(std::memory_order_relaxed));
+    }
   }
+}
+
+/// Address space on a huge page's border, kept free for a mapping of `nbytes`.
+std::byte* reserve(std::uint64_t nbytes) {
+  // The kernel aligns to 4 KiB only: ask for one huge page more and give back both ends.
+  const std::uint64_t room = round_up(nbytes, kHugePageBytes);
+  const std::uint64_t asked = room + kHugePageBytes;
+  void* raw = mmap(nullptr, asked, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) {
+    throw MappingFailed("cannot map " + std::to_string(nbytes) +
+                        " bytes of memory: " + std::strerror(errno));
+  }
+  auto* const first = static_cast<std::byte*>(raw);
+  const auto start = reinterpret_cast<std::uintptr_t>(raw);
+  const std::uint64_t before = round_up(start, kHugePageBytes) - start;
+  const std::uint64_t after = asked - before - room;
+  if (before > 0) munmap(first, before);
+  if (after > 0) munmap(first + before + room, after);
+  return first + before;
+}
+
+/// Map over what `reserve` gave.
+///
+/// @throws MappingFailed and gives the address space back
+void map_over(std::byte* address, std::uint64_t nbytes, int protection, int flags, int fd) {
+  const std::uint64_t room = round_up(nbytes, kHugePageBytes);
+  if (mmap(address, nbytes, protection, flags | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    const int error = errno;
+    munmap(address, room);
+    throw MappingFailed("cannot map " + std::to_string(nbytes) +
+                        " bytes of memory: " + std::strerror(error));
+  }
+  // Advice: a kernel that has no huge pages, or lacks one of these, still gives working memory.
+  madvise(address, nbytes, MADV_HUGEPAGE);
+  madvise(address, nbytes, MADV_DONTDUMP);
 }
 
 }  // namespace
 
 Mapping::Mapping(std::uint64_t capacity_bytes)
     : size_bytes_(round_up(capacity_bytes, kHugePageBytes)) {
-  // The kernel aligns to 4 KiB only: ask for one huge page more and give back both ends.
-  const std::uint64_t asked = size_bytes_ + kHugePageBytes;
-  void* raw = mmap(nullptr, asked, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (raw == MAP_FAILED) {
-    throw MappingFailed("cannot map " + std::to_string(size_bytes_) +
-                        " bytes of memory: " + std::strerror(errno));
-  }
-  auto* const first = static_cast<std::byte*>(raw);
-  const auto start = reinterpret_cast<std::uintptr_t>(raw);
-  const std::uint64_t before = round_up(start, kHugePageBytes) - start;
-  const std::uint64_t after = asked - before - size_bytes_;
-  if (before > 0) munmap(first, before);
-  if (after > 0) munmap(first + before + size_bytes_, after);
-  address_ = first + before;
-  // Advice: a kernel that has no huge pages, or lacks one of these, still gives working memory.
-  madvise(address_, size_bytes_, MADV_HUGEPAGE);
+  address_ = reserve(size_bytes_);
+  map_over(address_, size_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
   madvise(address_, size_bytes_, MADV_DONTFORK);
-  madvise(address_, size_bytes_, MADV_DONTDUMP);
 }
 
-Mapping::~Mapping() { munmap(address_, size_bytes_); }
+Mapping::Mapping(int fd, std::uint64_t size_bytes, bool is_writable)
+    : size_bytes_(size_bytes), is_writable_(is_writable) {
+  address_ = reserve(size_bytes_);
+  map_over(address_, size_bytes_, PROT_READ | (is_writable ? PROT_WRITE : 0), MAP_SHARED, fd);
+}
+
+// The address space up to the next huge page's border was reserved too.
+Mapping::~Mapping() { munmap(address_, round_up(size_bytes_, kHugePageBytes)); }
 
 Slab::Slab(std::uint64_t capacity_bytes, bool prefault)
     : capacity_bytes_(checked_capacity(capacity_bytes)),
       mapping_(std::make_shared<const Mapping>(capacity_bytes_)) {
+  start(prefault);
+}
+
+Slab::Slab(std::shared_ptr<const Mapping> mapping, bool prefault)
+    : capacity_bytes_(checked_capacity(mapping->size_bytes())), mapping_(std::move(mapping)) {
+  if (capacity_bytes_ != mapping_->size_bytes()) {
+    throw std::invalid_argument("slab over " + std::to_string(mapping_->size_bytes()) +
+                                " bytes, must be a multiple of " + std::to_string(kAlignBytes));
+  }
+  start(prefault);
+}
+
+void Slab::start(bool prefault) {
   insert_free(0, capacity_bytes_);
   if (prefault) {
     prefault_thread_ = std::jthread([this, mapping = mapping_](std::stop_token stop) {
@@ -175,18 +223,19 @@ void Slab::erase_free(std::map<std::uint64_t, std::uint64_t>::iterator run) {
 }
 
 void Slab::prefault(std::stop_token stop, const Mapping& mapping) {
+  const int advice = mapping.is_writable() ? kMadvPopulateWrite : kMadvPopulateRead;
   bool has_populate = true;
   for (std::uint64_t at = 0; at < capacity_bytes_ && !stop.stop_requested();) {
     const std::uint64_t step = std::min(kPrefaultStepBytes, capacity_bytes_ - at);
     std::byte* const address = mapping.address() + at;
-    if (has_populate && madvise(address, step, kMadvPopulateWrite) != 0) {
+    if (has_populate && madvise(address, step, advice) != 0) {
       // Interrupted: again. Unknown to this kernel: by hand. Out of memory: stop here, the rest
       // comes in on use or fails there.
       if (errno == EINTR || errno == EAGAIN) continue;
       if (errno != EINVAL) return;
       has_populate = false;
     }
-    if (!has_populate) touch(address, step);
+    if (!has_populate) touch(address, step, mapping.is_writable());
     at += step;
     prefaulted_bytes_.store(at);
   }

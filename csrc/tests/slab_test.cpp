@@ -1,10 +1,14 @@
 // Allocation against a plain list of used runs, and what happens to the memory at the end.
 #include "kvtier/slab.hpp"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -12,6 +16,7 @@
 
 namespace {
 
+using kvtier::Mapping;
 using kvtier::Slab;
 
 constexpr std::uint64_t kPage = Slab::kAlignBytes;
@@ -144,6 +149,26 @@ void many_threads_share_it() {
   check(slab.used_bytes() == 0 && slab.largest_free_bytes() == 64 * kPage, "all came back");
 }
 
+void memory_of_a_file_is_shared_and_writable_where_it_was_asked_for() {
+  const int fd = memfd_create("slab_test", MFD_CLOEXEC);
+  check(fd >= 0 && ftruncate(fd, 3 * kPage) == 0, "a file of three pages");
+  Slab slab(std::make_shared<const Mapping>(fd, 3 * kPage, true), true);
+  const auto looked = std::make_shared<const Mapping>(fd, 3 * kPage, false);
+  Slab look(looked, true);
+  close(fd);
+  const auto offset = slab.allocate(2 * kPage);
+  const auto held = slab.hold(*offset, kPage);
+  held->address()[*offset] = std::byte{9};
+  check(looked->address()[*offset] == std::byte{9}, "the same memory");
+  check(held->is_writable() && !looked->is_writable(), "as asked");
+  check(reinterpret_cast<std::uintptr_t>(looked->address()) % (2 << 20) == 0, "aligned");
+  while (look.prefaulted_bytes() < 3 * kPage || slab.prefaulted_bytes() < 3 * kPage) {
+    std::this_thread::yield();
+  }
+  check(looked->address()[*offset] == std::byte{9}, "prefaulting changes nothing");
+  check(slab.largest_free_bytes() == kPage, "allocated as any other");
+}
+
 }  // namespace
 
 int main() {
@@ -154,4 +179,5 @@ int main() {
   prefaulting_changes_no_byte();
   random_use_never_overlaps_and_loses_nothing();
   many_threads_share_it();
+  memory_of_a_file_is_shared_and_writable_where_it_was_asked_for();
 }

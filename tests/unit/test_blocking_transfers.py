@@ -225,22 +225,22 @@ def test_no_deadline_is_a_deadline(transfers: Told, ends: Ends) -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (OSError(errno.ENOSPC, "no room"), errno.ENOSPC),
-        (OSError("no number"), errno.EIO),
-        (RuntimeError("a fault of ours"), errno.EIO),
+        (lambda: OSError(errno.ENOSPC, "no room"), errno.ENOSPC),
+        (lambda: OSError("no number"), errno.EIO),
+        (lambda: RuntimeError("a fault of ours"), errno.EIO),
     ],
 )
 def test_what_a_move_raises_fails_what_is_unanswered(
-    transfers: Told, ends: Ends, error: Exception, code: int
+    transfers: Told, ends: Ends, error: Callable[[], Exception], code: int
 ) -> None:
     def breaks(results: Results, stop: Stop) -> str:
         results[0] = 8
-        raise error
+        raise error()
 
     transfers.start(breaks, 1, WAIT_S)
     end = ends.wait(1)
     assert (end.results.tolist(), end.is_quiet) == ([8, -code], True)
-    assert repr(error) in end.detail
+    assert repr(error()) in end.detail
     transfers.start(fine, 2, WAIT_S)
     assert ends.wait(2).results.tolist() == [8, 8]
 

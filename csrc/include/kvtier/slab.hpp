@@ -19,24 +19,35 @@
 
 namespace kvtier {
 
-/// Anonymous private memory, 2 MiB-aligned, on huge pages where the system grants them.
-///
-/// Not inherited by forked children: a page that a disk is writing to must not become
-/// copy-on-write under it. Not part of core dumps: it holds what users said.
+/// Memory, 2 MiB-aligned, on huge pages where the system grants them. Not part of core dumps: it
+/// holds what users said.
 class Mapping {
  public:
+  /// Anonymous private memory. Not inherited by forked children: a page that a disk is writing to
+  /// must not become copy-on-write under it.
+  ///
   /// @throws MappingFailed the system refuses that much memory
   explicit Mapping(std::uint64_t capacity_bytes);
+
+  /// The first `size_bytes` of a file that other processes map too; `fd` may be closed afterwards.
+  /// The caller has made sure that the file has them and never becomes shorter: reading past its
+  /// end would end the process.
+  ///
+  /// @throws MappingFailed the system refuses
+  Mapping(int fd, std::uint64_t size_bytes, bool is_writable);
+
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
 
   std::byte* address() const { return address_; }
   std::uint64_t size_bytes() const { return size_bytes_; }
+  bool is_writable() const { return is_writable_; }
 
  private:
   std::byte* address_ = nullptr;
   std::uint64_t size_bytes_ = 0;
+  bool is_writable_ = true;
 };
 
 /// The system has no such memory; says how much was asked for and what it answered.
@@ -63,6 +74,11 @@ class Slab {
   /// @throws std::invalid_argument the capacity is zero or absurd
   /// @throws MappingFailed the system refuses
   Slab(std::uint64_t capacity_bytes, bool prefault);
+
+  /// The same over memory that is there already, all of it, which is a multiple of 4 KiB.
+  ///
+  /// @throws std::invalid_argument it is not, or it is absurdly large
+  Slab(std::shared_ptr<const Mapping> mapping, bool prefault);
   ~Slab();
   Slab(const Slab&) = delete;
   Slab& operator=(const Slab&) = delete;
@@ -88,6 +104,7 @@ class Slab {
   std::uint64_t prefaulted_bytes() const { return prefaulted_bytes_.load(); }
 
  private:
+  void start(bool prefault);
   void insert_free(std::uint64_t offset, std::uint64_t nbytes);
   void erase_free(std::map<std::uint64_t, std::uint64_t>::iterator run);
   void prefault(std::stop_token stop, const Mapping& mapping);
