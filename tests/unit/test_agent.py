@@ -284,12 +284,11 @@ def test_metadata_from_before_a_region_went_do_not_reach_it(bench: Bench) -> Non
     early = bench.two.metadata()
     bench.two.deregister(bench.regions[1])
     peer = bench.one.connect(early)
-    write = bench.write(peer)  # it looks right as long as nobody has asked
-    write.post(WAIT_S)
-    assert write.wait()
-    assert not write.ok
-    assert "withdrawn" in write.failure
-    assert not bench.memory[1].any()
+    until(lambda: peer.connected)
+    assert peer.regions == ()
+    table = np.array([[0, 0, 100]], np.uint64)
+    with pytest.raises(ValueError, match="remote: there is no region 0"):
+        bench.one.prepare(Op.WRITE, table, table, peer)
 
 
 # ---- prepare
