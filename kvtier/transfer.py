@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -197,15 +197,18 @@ class Stop:
 
     def __init__(self, ends_s: float) -> None:
         self._ends_s = ends_s
-        self._event = threading.Event()
+        self._asked = False
+        self._event: threading.Event | None = None  # made by who sleeps: most moves never do
 
     def set(self) -> None:
         """Ask it to end; pieces not begun yet are not begun."""
-        self._event.set()
+        self._asked = True
+        if self._event is not None:
+            self._event.set()
 
     def is_set(self) -> bool:
         """Whether it was asked to end, or the deadline is over."""
-        return self._event.is_set() or self.left_s() <= 0
+        return self._asked or self.left_s() <= 0
 
     def left_s(self) -> float:
         """Seconds until the deadline; less than 0 after it."""
@@ -213,7 +216,9 @@ class Stop:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep, no longer than to the deadline; True as soon as it should end."""
-        self._event.wait(max(0.0, min(timeout_s, self.left_s())))
+        event = self._event = self._event or threading.Event()
+        if not self._asked:  # looked at after the event is there to be set
+            event.wait(max(0.0, min(timeout_s, self.left_s())))
         return self.is_set()
 
 
@@ -227,13 +232,9 @@ class _Job:
     running: bool = False
     told: bool = False  # its completion is pushed
     results: Results | None = None
-    _order: tuple[float, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._order = (self.ends_s, self.ticket)
 
     def __lt__(self, other: _Job) -> bool:
-        return self._order < other._order
+        return self.ends_s < other.ends_s
 
 
 class BlockingTransfers(TransferBackend):
@@ -248,7 +249,7 @@ class BlockingTransfers(TransferBackend):
 
     def __init__(self, completions: Completions) -> None:
         self._completions = completions
-        self._queue: queue.Queue[_Job | None] = queue.Queue()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._jobs: dict[int, _Job] = {}
         self._overdue: list[_Job] = []

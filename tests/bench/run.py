@@ -38,6 +38,9 @@ BENCHES = {
     "ttft_vs_own": "ttft:run_side_by_side",
     "ttft_vs_lmcache": "ttft:run_side_by_side",
     "decode_overhead": "decode:run",
+    "agent_prepare": "agent:run",
+    "agent_post": "agent:run",
+    "agent_completion": "agent:run",
 }
 """Name -> module and function. A function gets all of its names that are wanted at once, with a
 `Setting`, and yields results; its module is imported only then, so none needs what others need."""
