@@ -187,10 +187,19 @@ class Stop:
     def __init__(self, ends_s: float) -> None:
         self._ends_s = ends_s
         self._event = threading.Event()
+        self._hooks: list[Callable[[], object]] = []
 
     def set(self) -> None:
         """Ask it to end; pieces not begun yet are not begun."""
         self._event.set()
+        for hook in self._hooks:
+            hook()
+
+    def on_set(self, hook: Callable[[], object]) -> None:
+        """Have `hook` called when it is asked to end, at once if it was; perhaps twice."""
+        self._hooks.append(hook)
+        if self._event.is_set():  # it may not have seen the hook
+            hook()
 
     def is_set(self) -> bool:
         """Whether it was asked to end, or the deadline is over."""
