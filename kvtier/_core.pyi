@@ -70,6 +70,18 @@ def chain_key(parent: bytes, tokens: object, extra: bytes = ...) -> bytes:
     One key over all of `tokens`; `extra`, when not empty, is mixed in with its length.
     """
 
+class StopFlag:
+    """How a batch that runs is told that nobody waits for it. Any thread."""
+
+    def __init__(self) -> None: ...
+
+    def set(self) -> None:
+        """Begin nothing more; it cannot be taken back."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it was."""
+
 class FileEngine:
     """
     Batches of positional reads and writes on open files, cut into segments, `depth` of them in flight. Any thread, several at once.
@@ -81,11 +93,13 @@ class FileEngine:
     def method(self) -> str:
         """The method in use: uring or threads."""
 
-    def read(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
-        """Bytes read per item, fewer where the file ends, or -errno."""
+    def read(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], stop: StopFlag | None = None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """
+        Bytes read per item, fewer where the file ends, or -errno; once `stop` is set nothing more is begun, and what is not whole then is -ECANCELED.
+        """
 
-    def write(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
-        """Bytes written per item, all of them, or -errno."""
+    def write(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], stop: StopFlag | None = None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """Bytes written per item, all of them, or -errno; `stop` as in `read`."""
 
     def allocate(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """

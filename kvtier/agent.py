@@ -53,7 +53,7 @@ from kvtier.registry import transfer_backends
 from kvtier.routing import Router
 from kvtier.transfer import Op, TransferBackend, TransferBackendFactory, Unsuitable
 from kvtier.transfers import Transfer
-from kvtier.types import Region, RegionKind
+from kvtier.types import Descriptor, Region, RegionKind
 
 log = logging.getLogger("kvtier.agent")
 
@@ -313,6 +313,24 @@ class Agent:
         with self._lock:
             if peer.connection is not None:
                 self._channel.drop(peer.connection, "disconnected")
+
+    def view(self, peer: Peer, descriptor: Descriptor) -> memoryview:
+        """The bytes of a peer on this host themselves, if they lie in a `SharedPool`: no copy.
+
+        Valid for as long as it is kept, also after the peer's end. The peer may change the bytes,
+        and will once it is told that nobody needs them.
+
+        Raises:
+            ValueError: the descriptor is not within a region of the peer.
+            BackendUnavailable: the memory is not shared; says why.
+        """
+        self._check_open()
+        table = peer.region_table()
+        (region,) = descriptors.read_list("remote", [descriptor], None, table).regions
+        with self._lock:
+            held = peer.held(region)
+        whole = self._router.view(peer, held)
+        return whole[descriptor.offset : descriptor.offset + descriptor.nbytes]
 
     def send(self, peer: Peer, payload: bytes) -> None:
         """A notification of its own, after those of transfers that ended before.

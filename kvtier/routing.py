@@ -104,6 +104,23 @@ class Router:
         told = "; ".join(f"{name}: {why}" for name, why in refused.items())
         raise BackendUnavailable(f"nothing moves these bytes here: {told or 'no backend works'}")
 
+    def view(self, peer: Peer, held: Held) -> memoryview:
+        """A peer's region where some backend has it mapped here.
+
+        Raises:
+            BackendUnavailable: none has; says each one's reason.
+        """
+        refused: dict[str, str] = {}
+        for name, backend in self._backends.items():
+            try:
+                return backend.view(
+                    _imported(name, backend, _link(name, backend, peer), held, peer)
+                )
+            except Unsuitable as unsuitable:
+                refused[name] = str(unsuitable)
+        told = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        raise BackendUnavailable(f"{peer.name}'s region {held.region.number} is not mapped: {told}")
+
     def learn(self, choice: Choice, seconds: float, *, ok: bool) -> None:
         """Take the cost of a transfer into account."""
         nbytes = int(choice.descriptor_lengths.sum())

@@ -156,6 +156,13 @@ class TransferBackend(abc.ABC):
         """A handle of a peer's region; malformed bytes raise Unsuitable."""
         raise Unsuitable(f"{self.name} reaches no peers")
 
+    def view(self, handle: Any) -> memoryview:
+        """A peer's region itself, without a copy, where it lies in memory that both have mapped.
+
+        Raises Unsuitable where it does not.
+        """
+        raise Unsuitable(f"{self.name} shares no memory with peers")
+
     def disconnect(self, link: Any) -> None:  # noqa: B027 - optional hook
         """Fail what is in flight on the link with ECONNRESET and drop it."""
 
@@ -198,13 +205,19 @@ class Stop:
     def __init__(self, ends_s: float) -> None:
         self._ends_s = ends_s
         self._asked = False
-        self._event: threading.Event | None = None  # made by who sleeps: most moves never do
+        self._hooks: list[Callable[[], object]] = []
 
     def set(self) -> None:
         """Ask it to end; pieces not begun yet are not begun."""
         self._asked = True
-        if self._event is not None:
-            self._event.set()
+        for hook in self._hooks:
+            hook()
+
+    def on_set(self, hook: Callable[[], object]) -> None:
+        """Have `hook` called when it is asked to end, at once if it was; perhaps twice."""
+        self._hooks.append(hook)
+        if self._asked:  # it may not have seen the hook
+            hook()
 
     def is_set(self) -> bool:
         """Whether it was asked to end, or the deadline is over."""
@@ -216,9 +229,10 @@ class Stop:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep, no longer than to the deadline; True as soon as it should end."""
-        event = self._event = self._event or threading.Event()
-        if not self._asked:  # looked at after the event is there to be set
-            event.wait(max(0.0, min(timeout_s, self.left_s())))
+        event = threading.Event()
+        self.on_set(event.set)
+        event.wait(max(0.0, min(timeout_s, self.left_s())))
+        self._hooks.remove(event.set)
         return self.is_set()
 
 

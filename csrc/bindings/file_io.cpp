@@ -11,6 +11,7 @@
 
 #include "bindings.hpp"
 #include "kvtier/file_engine.hpp"
+#include "kvtier/stop_flag.hpp"
 
 namespace kvtier::bindings {
 namespace nb = nanobind;
@@ -20,7 +21,8 @@ namespace {
 template <typename T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Results = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
-using Transfer = void (FileEngine::*)(std::span<const FileTransfer>, std::span<std::int64_t>);
+using Transfer = void (FileEngine::*)(std::span<const FileTransfer>, std::span<std::int64_t>,
+                                      const StopFlag*);
 
 Results to_array(std::vector<std::int64_t> values) {
   auto kept = std::make_unique<std::vector<std::int64_t>>(std::move(values));
@@ -35,7 +37,7 @@ Results to_array(std::vector<std::int64_t> values) {
 
 template <Transfer transfer>
 Results run(FileEngine& engine, Array<std::int32_t> fds, Array<std::uint64_t> offsets,
-            Array<std::uint64_t> addresses, Array<std::uint64_t> lengths) {
+            Array<std::uint64_t> addresses, Array<std::uint64_t> lengths, const StopFlag* stop) {
   const std::size_t count = fds.size();
   if (offsets.size() != count || addresses.size() != count || lengths.size() != count) {
     throw std::invalid_argument(std::to_string(count) + " descriptors, " +
@@ -53,7 +55,7 @@ Results run(FileEngine& engine, Array<std::int32_t> fds, Array<std::uint64_t> of
   std::vector<std::int64_t> results(count);
   {
     const nb::gil_scoped_release unlocked;
-    (engine.*transfer)(items, results);
+    (engine.*transfer)(items, results, stop);
   }
   return to_array(std::move(results));
 }
@@ -90,6 +92,11 @@ void translate_system_error(const std::exception_ptr& thrown, void*) {
 
 void bind_file_io(nb::module_& m) {
   nb::register_exception_translator(translate_system_error);
+  nb::class_<StopFlag>(m, "StopFlag",
+                       "How a batch that runs is told that nobody waits for it. Any thread.")
+      .def(nb::init<>())
+      .def("set", &StopFlag::set, "Begin nothing more; it cannot be taken back.")
+      .def_prop_ro("is_set", &StopFlag::is_set, "Whether it was.");
   nb::class_<FileEngine>(m, "FileEngine",
                          "Batches of positional reads and writes on open files, cut into segments, "
                          "`depth` of them in flight. Any thread, several at once.")
@@ -106,11 +113,13 @@ void bind_file_io(nb::module_& m) {
           "The method in use: uring or threads.")
       .def("read", &run<&FileEngine::read>, nb::arg("fds").noconvert(),
            nb::arg("offsets").noconvert(), nb::arg("addresses").noconvert(),
-           nb::arg("lengths").noconvert(),
-           "Bytes read per item, fewer where the file ends, or -errno.")
+           nb::arg("lengths").noconvert(), nb::arg("stop") = nb::none(),
+           "Bytes read per item, fewer where the file ends, or -errno; once `stop` is set nothing "
+           "more is begun, and what is not whole then is -ECANCELED.")
       .def("write", &run<&FileEngine::write>, nb::arg("fds").noconvert(),
            nb::arg("offsets").noconvert(), nb::arg("addresses").noconvert(),
-           nb::arg("lengths").noconvert(), "Bytes written per item, all of them, or -errno.")
+           nb::arg("lengths").noconvert(), nb::arg("stop") = nb::none(),
+           "Bytes written per item, all of them, or -errno; `stop` as in `read`.")
       .def("allocate", &allocate, nb::arg("fds").noconvert(), nb::arg("lengths").noconvert(),
            "Give each file its size and room on the disk ahead of the writes: 0 or -errno.")
       .def("sync", &sync, nb::arg("fds").noconvert(), nb::arg("data_only") = true,

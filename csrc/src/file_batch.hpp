@@ -37,7 +37,7 @@ bool advance(FileOperation operation, FileSegment& segment, std::int64_t result)
 class FileBatch {
  public:
   FileBatch(FileOperation operation, std::span<const FileTransfer> items,
-            std::uint64_t segment_bytes, std::span<std::int64_t> results);
+            std::uint64_t segment_bytes, std::span<std::int64_t> results, const StopFlag* stop);
 
   FileOperation operation() const { return operation_; }
 
@@ -51,10 +51,14 @@ class FileBatch {
   bool done() const { return item_ == items_.size() && in_flight_ == 0; }
 
  private:
+  /// Hand out nothing more; what is not all handed out is -ECANCELED.
+  void give_up();
+
   FileOperation operation_;
   std::span<const FileTransfer> items_;
   std::uint64_t segment_bytes_;
   std::span<std::int64_t> results_;
+  const StopFlag* stop_;           // none: nobody stops it
   std::size_t item_ = 0;           // being handed out
   std::uint64_t item_offset_ = 0;  // handed out of it so far
   std::size_t in_flight_ = 0;

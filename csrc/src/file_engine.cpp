@@ -65,14 +65,20 @@ bool advance(FileOperation operation, FileSegment& segment, std::int64_t result)
 }
 
 FileBatch::FileBatch(FileOperation operation, std::span<const FileTransfer> items,
-                     std::uint64_t segment_bytes, std::span<std::int64_t> results)
-    : operation_(operation), items_(items), segment_bytes_(segment_bytes), results_(results) {
+                     std::uint64_t segment_bytes, std::span<std::int64_t> results,
+                     const StopFlag* stop)
+    : operation_(operation),
+      items_(items),
+      segment_bytes_(segment_bytes),
+      results_(results),
+      stop_(stop) {
   for (std::size_t i = 0; i < items_.size(); ++i) {
     results_[i] = static_cast<std::int64_t>(items_[i].length);
   }
 }
 
 bool FileBatch::next(FileSegment& segment) {
+  if (stop_ != nullptr && stop_->is_set()) give_up();
   for (; item_ < items_.size(); ++item_, item_offset_ = 0) {
     const FileTransfer& item = items_[item_];
     // Nothing more to ask of an item that failed, or whose file ended before here.
@@ -91,6 +97,13 @@ bool FileBatch::next(FileSegment& segment) {
     return true;
   }
   return false;
+}
+
+void FileBatch::give_up() {
+  for (; item_ < items_.size(); ++item_, item_offset_ = 0) {
+    const bool is_cut = item_offset_ < items_[item_].length;
+    if (is_cut && results_[item_] >= 0) results_[item_] = -ECANCELED;
+  }
 }
 
 void FileBatch::settle(const FileSegment& segment) {
@@ -121,7 +134,7 @@ class FileEngine::Call {
   Call& operator=(const Call&) = delete;
 
   void run(FileOperation operation, std::span<const FileTransfer> items,
-           std::span<std::int64_t> results) {
+           std::span<std::int64_t> results, const StopFlag* stop = nullptr) {
     if (items.size() != results.size()) {
       throw std::invalid_argument(std::to_string(results.size()) + " results for " +
                                   std::to_string(items.size()) + " items");
@@ -132,7 +145,7 @@ class FileEngine::Call {
                                     " ends past what a file can hold");
       }
     }
-    FileBatch batch(operation, items, engine_.segment_bytes_, results);
+    FileBatch batch(operation, items, engine_.segment_bytes_, results, stop);
     runner_->run(batch);
   }
 
@@ -167,12 +180,14 @@ FileEngine::FileEngine(std::uint32_t depth, std::uint64_t segment_bytes, FileMet
 
 FileEngine::~FileEngine() { close(); }
 
-void FileEngine::read(std::span<const FileTransfer> items, std::span<std::int64_t> results) {
-  Call(*this).run(FileOperation::kRead, items, results);
+void FileEngine::read(std::span<const FileTransfer> items, std::span<std::int64_t> results,
+                      const StopFlag* stop) {
+  Call(*this).run(FileOperation::kRead, items, results, stop);
 }
 
-void FileEngine::write(std::span<const FileTransfer> items, std::span<std::int64_t> results) {
-  Call(*this).run(FileOperation::kWrite, items, results);
+void FileEngine::write(std::span<const FileTransfer> items, std::span<std::int64_t> results,
+                       const StopFlag* stop) {
+  Call(*this).run(FileOperation::kWrite, items, results, stop);
 }
 
 void FileEngine::allocate(std::span<const int> fds, std::span<const std::uint64_t> lengths,

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <cstdlib>
 #include <filesystem>
 #include <random>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -197,6 +199,32 @@ void threads_share_an_engine(FileMethod method, std::uint32_t depth) {
   }
 }
 
+void a_stopped_batch_begins_nothing_more(FileMethod method, std::uint32_t depth) {
+  FileEngine engine(depth, kSegment, method);
+  TemporaryFile file;
+  auto bytes = random_bytes(200 * kSegment, 5);
+  const auto size = static_cast<std::int64_t>(bytes.size());
+  const FileTransfer whole = {file.fd(), 0, bytes.data(), bytes.size()};
+  std::vector<std::int64_t> results(3);
+  kvtier::StopFlag stop;
+  engine.write(std::vector{whole, whole, whole}, results, &stop);
+  check(results == std::vector<std::int64_t>{size, size, size}, "a flag that is not set");
+  stop.set();
+  std::vector<std::byte> target(bytes.size(), std::byte{0xaa});
+  const FileTransfer into = {file.fd(), 0, target.data(), target.size()};
+  engine.read(std::vector{into, into, into}, results, &stop);
+  check(results == std::vector<std::int64_t>(3, -ECANCELED), "stopped before it began");
+  check(std::ranges::count(target, std::byte{0xaa}) == size, "and nothing touched");
+  for (int round = 0; round < 20; ++round) {
+    kvtier::StopFlag meanwhile;
+    std::jthread stopper([&] { meanwhile.set(); });
+    std::ranges::fill(target, std::byte{0xaa});
+    engine.read(std::vector{into}, std::span(results).first(1), &meanwhile);
+    const bool is_whole = results[0] == size && target == bytes;
+    check(is_whole || results[0] == -ECANCELED, "all of it, or not OK");
+  }
+}
+
 void a_closed_engine_refuses(FileMethod method, std::uint32_t depth) {
   FileEngine engine(depth, kSegment, method);
   engine.close();
@@ -234,6 +262,7 @@ int main() {
       a_write_past_the_size_limit_is_an_error_of_its_item(method, depth);
       allocated_files_have_their_size_and_read_as_zeros(method, depth);
       threads_share_an_engine(method, depth);
+      a_stopped_batch_begins_nothing_more(method, depth);
       a_closed_engine_refuses(method, depth);
     }
   }

@@ -29,6 +29,8 @@ BENCHES = {
     "host_vs_lmcache": "host_peer:run",
     "disk_store": "disk:run",
     "disk_load": "disk:run",
+    "shm_small": "shm:run",
+    "shm_large": "shm:run",
     "lookup_hit_array": "lookup:run",
     "lookup_hit_list": "lookup:run",
     "lookup_miss": "lookup:run",

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier._core import FileEngine
+from kvtier._core import FileEngine, StopFlag
 
 PAGE = 4096
 METHODS = ["auto", "threads"]
@@ -151,6 +151,40 @@ def test_other_threads_run_while_a_read_waits(engine: FileEngine) -> None:
         os.close(writer)
         assert pending.result(60) in ([5], [-errno.ESPIPE])
     os.close(reader)
+
+
+def test_a_stopped_batch_begins_nothing_more(tmp_path: Path) -> None:
+    """The pipe holds the first read until the flag is set, so the second must not begin. Through
+    threads it answers at once that it has no offsets, and the flag may be late for the second."""
+    engine = FileEngine(depth=1, segment_bytes=PAGE)
+    (tmp_path / "file").write_bytes(b"x" * PAGE)
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    reader, writer = os.pipe()
+    targets, stop = np.zeros(2 * PAGE, np.uint8), StopFlag()
+    started = threading.Event()
+
+    def read() -> Sequence[int]:
+        started.set()
+        at = address(targets)
+        return results(
+            engine.read(
+                descriptors(reader, fd), sizes(0, 0), sizes(at, at + PAGE), sizes(5, PAGE), stop
+            )
+        )
+
+    with ThreadPoolExecutor(1) as thread:
+        pending = thread.submit(read)
+        assert started.wait(60)
+        stop.set()
+        os.write(writer, b"hello")
+        if engine.method == "uring":
+            assert pending.result(60)[1] == -errno.ECANCELED
+            assert not targets[PAGE:].any()
+        else:
+            assert pending.result(60)[1] in (PAGE, -errno.ECANCELED)
+    assert stop.is_set
+    for each in (fd, reader, writer):
+        os.close(each)
 
 
 def test_threads_share_an_engine(engine: FileEngine, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@
 #include <span>
 #include <string_view>
 
+#include "kvtier/stop_flag.hpp"
+
 namespace kvtier {
 
 /// One positional read or write; the caller keeps the descriptor open and the memory alive.
@@ -55,11 +57,14 @@ class FileEngine {
   /// Short transfers go on where they stopped; interrupted ones are repeated. After an error the
   /// rest of that item is not tried. Returns when nothing is in flight any more.
   ///
+  /// @param stop  once set, no further segment is begun, and an item that lacks one is -ECANCELED
   /// @throws std::invalid_argument closed, sizes differ, or an offset past what files can have
-  void read(std::span<const FileTransfer> items, std::span<std::int64_t> results);
+  void read(std::span<const FileTransfer> items, std::span<std::int64_t> results,
+            const StopFlag* stop = nullptr);
 
   /// Write each item, like `read`; anything less than its whole length is an error.
-  void write(std::span<const FileTransfer> items, std::span<std::int64_t> results);
+  void write(std::span<const FileTransfer> items, std::span<std::int64_t> results,
+             const StopFlag* stop = nullptr);
 
   /// Give each file its final size and room on the disk ahead of the writes; 0 or -errno.
   ///
