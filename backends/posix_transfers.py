@@ -144,7 +144,7 @@ class PosixTransfers(BlockingTransfers):
 
     def close(self) -> None:
         super().close()
-        if any(worker.is_alive() for worker in self._workers):
+        if self.is_stuck():
             # Stuck in the kernel: waiting for the engine would hang as well, and a descriptor
             # that is closed now could be another file by the time the thread goes on.
             return

@@ -340,6 +340,10 @@ class BlockingTransfers(TransferBackend):
         results = job.results
         return int(results[results > 0].sum())
 
+    def is_stuck(self) -> bool:
+        """Whether, after `close`, a thread is still at a move and what it uses must stay."""
+        return any(thread.is_alive() for thread in self._threads)
+
     def _begin(self) -> None:
         self._threads = [
             threading.Thread(target=self._watch, name=f"kvtier-{self.name}-deadlines", daemon=True),
