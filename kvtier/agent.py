@@ -162,8 +162,8 @@ class Agent:
     ) -> Region:
         """Make memory or a place usable in transfers.
 
-        `source` is a buffer (bytes-like, numpy, torch or CuPy array), an ``(address, bytes)`` pair
-        that the caller keeps alive, a path of a file or block device, or ``"s3://bucket/key"``.
+        `source` is a buffer (bytes-like, numpy, torch or CuPy array), a `SharedPool`, an
+        ``(address, bytes)`` pair that the caller keeps alive, a path of a file or block device, or ``"s3://bucket/key"``.
         `nbytes` bounds a file, which grows to it if it may, or an object that is to be written.
         Buffers are kept alive until `deregister`.
 
@@ -381,6 +381,8 @@ class Agent:
             BackendUnavailable: nothing moves these bytes here; says each one's reason.
         """
         self._check_open()
+        if peer is not None and not peer.alive:
+            raise BackendUnavailable(f"{peer.name} is lost: {peer.lost}")
         with self._lock:
             mine = {n: held.region for n, held in self._regions.items() if not held.leaving}
         theirs = mine if peer is None else peer.region_table()
@@ -497,6 +499,7 @@ class Agent:
     def on_lost(self, connection: Connection, reason: str) -> None:
         """`Handler.on_lost`."""
         links: dict[str, Any] = {}
+        lost: list[Peer] = []
         with self._lock:
             self._paused.discard(connection)
             known = self._inbound.pop(connection, None)
@@ -508,6 +511,7 @@ class Agent:
             for peer in self._peers.values():
                 if peer.connection is connection:
                     links = peer.lose(reason)
+                    lost = [peer]
                     known = (peer.name, peer.agent)
                     del self._peers[peer.agent]
                     break
@@ -518,6 +522,10 @@ class Agent:
             self._postings.start_waiting()
         for name, link in links.items():
             self._backends[name].disconnect(link)
+        with self._lock:
+            for peer in lost:
+                for held in peer.unused():  # the others go when they are quiet
+                    self._give_up(peer, held)
         self._heed()
 
     def _heed(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvtier.shared_pool import SharedPool
 from kvtier.types import Region, RegionKind
 
 Source: TypeAlias = tuple[int, int] | str | Path | Any
@@ -97,6 +98,10 @@ def _addresses(source: tuple[Any, ...], kind: RegionKind) -> Described:
 
 
 def _memory(source: Any) -> Described:
+    if isinstance(source, SharedPool):
+        view = source.view(0, source.capacity_bytes)
+        whole = (source.address, source.capacity_bytes, 0, source.is_writable)
+        return Described(RegionKind.DRAM, *whole, view, (source, view))
     device = getattr(source, "__cuda_array_interface__", None)
     if device is not None:
         return _array(source, device, RegionKind.VRAM, _ordinal(source))

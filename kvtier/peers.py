@@ -119,8 +119,14 @@ class Peer:
         """It is gone; gives the links to cut."""
         self.lost = self.lost or reason or "lost"
         self.connected = False
+        for held in self._held.values():
+            held.leaving = True
         links, self.links = self.links, {}
         return links
+
+    def unused(self) -> list[Held]:
+        """Regions that nothing of ours touches."""
+        return [held for held in self._held.values() if not held.uses]
 
     def region_table(self) -> dict[int, Region]:
         """Its usable regions by number."""

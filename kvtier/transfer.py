@@ -125,7 +125,7 @@ class TransferBackend(abc.ABC):
 
     @abc.abstractmethod
     def deregister(self, handle: Any) -> None:
-        """Release what `register` or `import_region` took."""
+        """Release what `register` or `import_region` took; a peer's maybe after its link."""
 
     def length(self, source: Any) -> int:
         """Bytes of the place that `source` names, such as an object; 0 if that is not for it to say.

@@ -393,8 +393,10 @@ def test_nothing_is_prepared_for_a_peer_that_cannot_be_reached(bench: Bench) -> 
     metadata = msgspec.structs.replace(decode_metadata(bench.two.metadata()), unix="kvtier-nobody")
     peer = bench.one.connect(encode_metadata(metadata))
     until(lambda: not peer.alive)
+    table = np.array([[0, 0, 100]], np.uint64)
     with pytest.raises(BackendUnavailable, match="cannot connect"):
-        bench.write(peer)
+        bench.one.prepare(Op.WRITE, table, table, peer)
+    assert peer.regions == ()
     assert heard(bench.one)[0].kind is NotificationKind.LOST
 
 
