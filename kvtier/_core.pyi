@@ -1,5 +1,6 @@
 """kvtier's compiled core."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import numpy
@@ -313,3 +314,92 @@ class Completions:
 
     def clear_fd(self) -> None:
         """Make the eventfd wait for the next push."""
+
+class UcxMemory:
+    """Memory of this process that UCX has registered."""
+
+class UcxRemote:
+    """A peer's memory, as seen through one link."""
+
+class UcxLink:
+    """The way to one peer."""
+
+class UcxPrepared:
+    """What a transfer moves, checked and copied once."""
+
+class UcxEngine:
+    """
+    One-sided transfers to peers through UCX, on one thread that sleeps when nothing moves. Any thread; RuntimeError where UCX does not serve.
+    """
+
+    def __init__(self, completions: Completions, wheel_path: str = '', settings: Sequence[tuple[str, str]] = [], window_bytes: int = 8388608, window_requests: int = 128, request_bytes_max: int = 1048576, drain_s: float = 1.0) -> None:
+        """
+        `settings` are UCX's, without UCX_; the environment's win. UCX is looked for on the system first, then at `wheel_path`.
+        """
+
+    @property
+    def version(self) -> str:
+        """Of the UCX library."""
+
+    @property
+    def library_path(self) -> str:
+        """Where that was found."""
+
+    @property
+    def transports(self) -> list[str]:
+        """What it can use here: transport/device."""
+
+    @property
+    def has_rdma(self) -> bool:
+        """Whether one of them is RDMA."""
+
+    def address(self) -> bytes:
+        """How engines elsewhere reach this one."""
+
+    def map(self, address: int, length: int) -> UcxMemory:
+        """Register memory."""
+
+    def unmap(self, memory: UcxMemory) -> None:
+        """Release it; no transfer may use it any more."""
+
+    def pack(self, memory: UcxMemory) -> bytes:
+        """What a peer needs to reach the memory."""
+
+    @staticmethod
+    def process_start(pid: int) -> int:
+        """
+        When a process of this host began, in ticks after boot; 0 if there is none.
+        """
+
+    def connect(self, address: bytes, host_pid: int = -1, host_start: int = 0) -> UcxLink:
+        """
+        A link to the engine that gave `address`; on this host if `host_pid` is its process.
+        """
+
+    def import_remote(self, link: UcxLink, packed: bytes) -> UcxRemote:
+        """A peer's memory from what its `pack` gave."""
+
+    def forget_remote(self, remote: UcxRemote) -> None:
+        """Release it; no transfer may use it any more."""
+
+    def disconnect(self, link: UcxLink) -> None:
+        """
+        End what is in flight on it with -ECONNRESET, and all that is started later.
+        """
+
+    def prepare(self, is_read: bool, link: UcxLink, memories: Sequence[UcxMemory], local_which: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], local_addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], remotes: Sequence[UcxRemote], remote_which: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], remote_addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)]) -> UcxPrepared:
+        """Check and copy what a transfer moves."""
+
+    def start(self, prepared: UcxPrepared, ticket: int, deadline_s: float) -> None:
+        """Begin; its end goes to the completions within `deadline_s`."""
+
+    def cancel(self, ticket: int) -> None:
+        """End it soon with -ECANCELED; unknown ones are over."""
+
+    def progress(self, ticket: int) -> int:
+        """Bytes that have arrived so far."""
+
+    def close(self) -> None:
+        """
+        End all that is in flight and release all but mapped memory; again, do nothing.
+        """

@@ -10,5 +10,6 @@ void bind_file_io(nanobind::module_& m);   // file_io.cpp: FileEngine
 void bind_slab(nanobind::module_& m);      // slab.cpp: Slab
 void bind_index(nanobind::module_& m);     // index.cpp: Index, LruOrder
 void bind_transfer(nanobind::module_& m);  // transfer.cpp: Completions
+void bind_ucx(nanobind::module_& m);       // ucx.cpp: UcxEngine
 
 }  // namespace kvtier::bindings

@@ -9,4 +9,5 @@ NB_MODULE(_core, m) {
   kvtier::bindings::bind_slab(m);
   kvtier::bindings::bind_index(m);
   kvtier::bindings::bind_transfer(m);
+  kvtier::bindings::bind_ucx(m);
 }

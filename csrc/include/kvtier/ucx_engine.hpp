@@ -1,0 +1,116 @@
+// One-sided transfers to peers through UCX: RDMA, TCP and copies between processes of a host.
+//
+// One thread of the engine owns everything of UCX that is not thread-safe. Other threads hand it
+// commands and never wait for bytes or for a peer; it sleeps when nothing moves.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvtier/completions.hpp"
+
+namespace kvtier {
+
+struct UcxOptions {
+  /// Where to find UCX if the system has none; empty: nowhere else.
+  std::string wheel_path;
+  /// Settings of UCX, name without `UCX_` and value; those of the user's environment win.
+  std::vector<std::pair<std::string, std::string>> settings;
+  /// Per link: what is in flight at a time.
+  std::uint64_t window_bytes = std::uint64_t{8} << 20;
+  std::uint32_t window_requests = 128;
+  /// Longer pieces go in several requests, so that commands and deadlines are seen in between.
+  std::uint64_t request_bytes_max = std::uint64_t{1} << 20;
+  /// How long an ended transfer's requests may take to drain before its link is reset.
+  double drain_s = 1.0;
+};
+
+/// Registered memory of this process. Released by `unmap`, else with the last reference.
+class UcxMemory;
+/// A peer's memory, as seen through one link.
+class UcxRemote;
+/// The way to one peer.
+class UcxLink;
+/// What a transfer moves, checked and copied once.
+class UcxPrepared;
+
+enum class UcxOp { kRead, kWrite };
+
+/// One piece of a transfer; indices into the lists given beside.
+struct UcxPiece {
+  std::uint64_t local_address;
+  std::uint64_t remote_address;
+  std::uint64_t length;
+  std::uint32_t memory;
+  std::uint32_t remote;
+};
+
+/// Any thread, except that the destructor runs last.
+class UcxEngine {
+ public:
+  /// @throws ucp::Missing (a std::runtime_error) UCX is not to be had
+  /// @throws std::runtime_error it cannot work here
+  UcxEngine(const UcxOptions& options, std::shared_ptr<Completions> completions);
+  ~UcxEngine();
+  UcxEngine(const UcxEngine&) = delete;
+  UcxEngine& operator=(const UcxEngine&) = delete;
+
+  const std::string& version() const;
+  const std::string& library_path() const;
+  /// What UCX can use here, as `transport/device`.
+  const std::vector<std::string>& transports() const;
+  bool has_rdma() const;
+
+  /// How `connect` elsewhere reaches this engine.
+  const std::string& address() const;
+
+  /// @throws std::runtime_error the network does not take this memory
+  std::shared_ptr<UcxMemory> map(std::uint64_t address, std::uint64_t length);
+  /// No transfer may use it any more.
+  void unmap(UcxMemory& memory);
+  /// What a peer needs to reach the memory.
+  static std::string pack(const UcxMemory& memory);
+
+  /// When a process of this host began, so that a later one with its number is told apart.
+  static std::uint64_t process_start(std::int64_t pid);
+
+  /// `host_pid` is the peer's process on this host, or -1: then it is across a network.
+  /// `host_start` is its `process_start`, or 0 if that is not known.
+  ///
+  /// A peer on this host is watched as a process; its link has a worker of its own, which is taken
+  /// down with all it has in flight when the peer dies or does not answer. One across a network
+  /// shares a worker, and its endpoint is closed by force.
+  ///
+  /// @throws std::runtime_error UCX finds no way to `address`, or the process is gone
+  std::shared_ptr<UcxLink> connect(const std::string& address, std::int64_t host_pid,
+                                   std::uint64_t host_start);
+  /// @throws std::runtime_error not what `pack` gives, or the link is closed
+  std::shared_ptr<UcxRemote> import_remote(const std::shared_ptr<UcxLink>& link,
+                                           const std::string& packed);
+  void forget_remote(const std::shared_ptr<UcxRemote>& remote);
+  /// What is in flight ends with -ECONNRESET, and so does what is started later.
+  void disconnect(const std::shared_ptr<UcxLink>& link);
+
+  /// @throws std::invalid_argument an index is out of range, or a remote is of another link
+  static std::shared_ptr<UcxPrepared> prepare(UcxOp op, std::shared_ptr<UcxLink> link,
+                                              std::vector<std::shared_ptr<UcxMemory>> memories,
+                                              std::vector<std::shared_ptr<UcxRemote>> remotes,
+                                              std::vector<UcxPiece> pieces);
+  /// Begin; the end comes through the completions, by `deadline_s` from now.
+  void start(const std::shared_ptr<UcxPrepared>& prepared, std::uint64_t ticket, double deadline_s);
+  void cancel(std::uint64_t ticket);
+  /// Bytes of a running transfer that have arrived.
+  std::uint64_t progress(std::uint64_t ticket) const;
+
+  /// End everything with -ECANCELED and release all but mapped memory. Again, it does nothing.
+  void close();
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace kvtier

@@ -1,0 +1,48 @@
+// UCX as this process uses it: the library, its settings, and what it found on this machine.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../shim/ucp.hpp"
+#include "kvtier/ucx_engine.hpp"
+
+namespace kvtier {
+
+/// Lives as long as anything made from it, such as mapped memory. Any thread.
+class UcxContext {
+ public:
+  explicit UcxContext(const UcxOptions& options);
+  ~UcxContext();
+  UcxContext(const UcxContext&) = delete;
+  UcxContext& operator=(const UcxContext&) = delete;
+
+  /// @throws std::runtime_error with `what` and UCX's own words, unless `status` is OK
+  void check(ucp::Status status, const std::string& what) const;
+  std::string words(ucp::Status status) const { return library.status_string(status); }
+
+  const ucp::Library& library;
+  ucp::Context handle = nullptr;
+  std::string version;
+  std::vector<std::string> transports;
+  bool has_rdma = false;
+};
+
+class UcxMemory {
+ public:
+  UcxMemory(std::shared_ptr<const UcxContext> context, std::uint64_t address, std::uint64_t length);
+  ~UcxMemory() { unmap(); }
+  UcxMemory(const UcxMemory&) = delete;
+  UcxMemory& operator=(const UcxMemory&) = delete;
+
+  void unmap();
+  std::string pack() const;
+  ucp::Memory handle() const { return handle_; }
+
+ private:
+  std::shared_ptr<const UcxContext> context_;
+  ucp::Memory handle_ = nullptr;
+};
+
+}  // namespace kvtier
