@@ -7,6 +7,7 @@ free again once nothing can touch it.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from agent_process import AgentProcess, digest, make_memory, pattern
 from kvtier import Agent, NotificationKind, Op, Peer, Status, Transfer, TransferTimeout
 from kvtier.backends.shm import ShmTransfers
 
-NBYTES = 64 << 20
+NBYTES = 32 << 20
 PIECE = 64 << 10
 DEADLINE_S = 3.0
 GRACE_S = 1.5  # a shared machine may be late, but not without bound
@@ -35,7 +36,11 @@ class Way:
     environment: dict[str, str]
 
 
-WAYS = {"shm": Way("shm", True, {})}
+WAYS = {
+    "shm": Way("shm", True, {}),
+    "ucx": Way("ucx", False, {"UCX_TLS": "posix,cma,self"}),
+    "ucx-tcp": Way("ucx", False, {"UCX_TLS": "tcp,self"}),
+}
 
 
 @pytest.fixture(params=WAYS)
@@ -44,7 +49,9 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 
 @pytest.fixture
-def agent() -> Iterator[Agent]:
+def agent(way: Way, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    for name, value in way.environment.items():
+        monkeypatch.setenv(name, value)
     with Agent("here") as agent:
         yield agent
 
@@ -110,15 +117,15 @@ def test_a_peer_killed_in_the_middle_ends_the_transfer_and_frees_the_memory(
     agent: Agent, way: Way, child: AgentProcess, op: Op
 ) -> None:
     peer, transfer, _ = prepared(agent, way, child, op)
-    for _ in range(3):
+    killer = threading.Timer(0.05, child.kill)
+    killer.start()
+    while peer.alive:  # postings without a gap, so that the end comes in the middle of one
+        began_s = time.monotonic()
         transfer.post(DEADLINE_S)
-        transfer.wait()
-    began_s = time.monotonic()
-    transfer.post(DEADLINE_S)
-    child.kill()
-    assert transfer.wait()
-    assert time.monotonic() - began_s < DEADLINE_S + GRACE_S
-    until(lambda: not peer.alive)
+        assert transfer.wait()
+        assert time.monotonic() - began_s < DEADLINE_S + GRACE_S
+        until(lambda: agent.progress() is not None and transfer.is_quiet)
+    killer.join()
     transfer.post(DEADLINE_S)
     assert transfer.wait(1.0)
     assert {o.status for o in transfer.outcomes()} == {Status.FAILED}
@@ -134,14 +141,22 @@ def test_bytes_said_to_have_arrived_have_arrived_though_the_peer_is_killed(
     _, there = tables(0, 0)
     want = np.frombuffer(moved(pattern(NBYTES, 2), there), np.uint8).reshape(-1, PIECE)
     got = np.frombuffer(ours, np.uint8).reshape(-1, PIECE)
-    transfer.post(DEADLINE_S)
-    child.kill()
-    assert transfer.wait()
+    killer = threading.Timer(0.05, child.kill)
+    killer.start()
+    began_s = time.monotonic()
+    while True:
+        ours[:] = bytes(NBYTES)
+        transfer.post(DEADLINE_S)
+        assert transfer.wait()
+        until(lambda: agent.progress() is not None and transfer.is_quiet)
+        if not transfer.ok or time.monotonic() - began_s > DEADLINE_S:
+            break  # memory that is shared outlives its process
+    killer.join()
     for index, outcome in enumerate(transfer.outcomes()):
         if outcome.ok:
             assert np.array_equal(got[index], want[index])
         elif "untouched" in outcome.detail:
-            assert index not in transfer.overwritten()
+            assert not got[index].any()
 
 
 @pytest.mark.parametrize("op", list(Op))
@@ -268,7 +283,7 @@ def test_a_peer_that_lets_a_region_go_is_not_touched_there_any_more(
 def test_peers_that_die_leave_no_descriptor_behind(agent: Agent, way: Way) -> None:
     region = agent.register(make_memory(NBYTES, way.shared, 1)[0])
     counts: list[int] = []
-    for _ in range(6):
+    for _ in range(4):
         with AgentProcess("there", way.environment) as child:
             child.ask("register", nbytes=NBYTES, shared=way.shared, seed=2)
             peer = agent.connect(child.metadata())
