@@ -30,7 +30,7 @@ class Process:
 
     def build(self, side: str, name: str, shard: dict[str, int], **rank: Any) -> dict[str, Any]:
         self.end()
-        self.rank = ToyRank(Shard(**shard), shared=True, noise=os.getpid(), **rank)
+        self.rank = ToyRank(Shard(**shard), noise=os.getpid(), **rank)
         agent = Agent(name)
         self._agent = agent
         self._end.append(agent.close)

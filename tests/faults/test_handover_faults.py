@@ -111,7 +111,7 @@ class Split:
                 processes[at] = RankProcess()
         self.prefill = processes[:prefill]
         self.decode = processes[prefill : prefill + decode]
-        pages = {"order": "KNTHD", "page_tokens": 16, "page_count": 32}
+        pages = {"order": "KNTHD", "page_tokens": 16, "page_count": 32, "shared": True}
         sides = [("prefill", self.prefill, prefill_pages), ("decode", self.decode, decode_pages)]
         known: dict[str, list[str]] = {}
         for side, ranks, own in sides:
@@ -216,6 +216,7 @@ def expected() -> list[int]:
         (1, 1, {"page_tokens": 32}),
         (2, 1, {"order": "NKHTD"}),
         (1, 2, {"page_tokens": 32, "order": "NLKTHD"}),
+        (1, 1, {"page_tokens": 32, "shared": False}),  # ordinary memory, by UCX
     ],
 )
 def test_decode_begins_before_prefill_ends_and_generates_the_same(
