@@ -43,6 +43,8 @@ BENCHES = {
     "agent_prepare": "agent:run",
     "agent_post": "agent:run",
     "agent_completion": "agent:run",
+    "handover_exposed": "handover:run",
+    "handover_layer_done": "handover:run",
 }
 """Name -> module and function. A function gets all of its names that are wanted at once, with a
 `Setting`, and yields results; its module is imported only then, so none needs what others need."""

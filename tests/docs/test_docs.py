@@ -1,5 +1,6 @@
 """Every Python block of README and docs runs, and the config reference is what the code says."""
 
+import json
 import re
 import subprocess
 import sys
@@ -47,3 +48,19 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 def test_the_config_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == reference()
+
+
+def test_the_hand_over_example_generates_the_same_tokens(tmp_path: Path) -> None:
+    measured = tmp_path / "measured.json"
+    run = subprocess.run(
+        [sys.executable, "-P", str(ROOT / "examples" / "pd_handover.py"), "--json", str(measured)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    seen = json.loads(measured.read_text())
+    assert seen["tokens"] == seen["without"]
+    assert len(set(seen["tokens"])) > 2, "a model that says one thing shows nothing"
+    assert seen["ready_s"][0] < seen["computed_s"][-1], "decode began before prefill ended"
