@@ -151,6 +151,11 @@ class Agent:
                 log.exception("kvtier: transfer backend %s cannot be opened", name)
                 self._absent[name] = repr(error)
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def backends(self) -> dict[str, str]:
         """Every backend asked for: an empty string for one that works here, else why it does not."""
         return dict.fromkeys(self._backends, "") | self._absent
@@ -438,6 +443,7 @@ class Agent:
             for held in self._regions.values():
                 if not held.uses:
                     held.keep = None
+        self._heed()
 
     def __enter__(self) -> Self:
         return self

@@ -297,7 +297,9 @@ class HandoverReceiver:
                 self._end(offer, HandoverStatus.CANCELLED, "the receiver is closed")
             self._changed.notify_all()
         os.eventfd_write(self._wake_fd, 1)
-        self._wait(lambda: not self._offers, CLOSE_S, even_closed=True)
+        # An agent that is closed has parted with its peers: nobody will say any more.
+        patience_s = 0.0 if self._agent.closed else CLOSE_S
+        self._wait(lambda: not self._offers, patience_s, even_closed=True)
         with self._changed:
             self._changed.wait_for(lambda: not self._leading, 2 * _SLEEP_S)
             if self._offers:
@@ -374,7 +376,7 @@ class HandoverReceiver:
                 del self._known[name]
             for each in list(self._offers.values()):
                 if (sender := each._senders.get(name)) is not None and not sender.over:
-                    sender.over = _is_gone(sender.peer)
+                    sender.over = sender.peer.gone
                     self._end(each, HandoverStatus.FAILED, f"{name}: {notification.detail}")
             return
         try:
@@ -461,11 +463,6 @@ class HandoverReceiver:
             else:
                 with contextlib.suppress(BackendUnavailable, Closed):  # lost: it cannot write
                     self._agent.send(peer, payload)
-
-
-def _is_gone(peer: Peer) -> bool:
-    """Whether the peer itself has ended: one that only cannot be reached may still write."""
-    return peer.connection is not None and peer.connection.gone
 
 
 def _checked_pages(

@@ -79,6 +79,11 @@ class Peer:
         return not self.lost
 
     @property
+    def gone(self) -> bool:
+        """Whether its agent or process has ended: one that only cannot be reached may still write."""
+        return self.connection is not None and self.connection.gone
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         """Its regions that can be used."""
         return tuple(held.region for held in self._held.values() if not held.leaving)
