@@ -472,9 +472,9 @@ class Agent:
                 self._give_up(peer, held)
 
     def _give_up(self, peer: Peer, held: Held) -> None:
-        for name, handle in held.handles.items():
+        handles, held.handles = held.handles, {}  # `prepare` may be adding one meanwhile
+        for name, handle in handles.items():
             self._backends[name].deregister(handle)
-        held.handles.clear()
         peer.forget(held)
         peer.say(Withdrawn(held.region.number))
 

@@ -178,7 +178,11 @@ def _link(name: str, backend: TransferBackend, peer: Peer) -> Any:
                 raise Unsuitable(f"{peer.name} is lost: {peer.lost}")
             if name not in peer.addresses:
                 raise Unsuitable(f"{peer.name} does not have it")
-            peer.links[name] = backend.connect(peer.addresses[name], peer.host_pid)
+            link = peer.links[name] = backend.connect(peer.addresses[name], peer.host_pid)
+            if peer.lost:  # meanwhile: whoever cut its links may not have seen this one
+                if peer.links.pop(name, None) is not None:
+                    backend.disconnect(link)
+                raise Unsuitable(f"{peer.name} is lost: {peer.lost}")
         return peer.links[name]
 
 
@@ -187,5 +191,11 @@ def _imported(name: str, backend: TransferBackend, link: Any, held: Held, peer: 
         raise Unsuitable(f"the peer does not offer region {held.region.number} by it")
     with peer.importing:
         if name not in held.handles:
-            held.handles[name] = backend.import_region(link, held.region, held.exports[name])
+            handle = backend.import_region(link, held.region, held.exports[name])
+            held.handles[name] = handle
+            if held.leaving:  # meanwhile: whoever gave it up may not have seen this handle
+                if held.handles.pop(name, None) is not None:
+                    backend.deregister(handle)
+                raise Unsuitable(f"region {held.region.number} was withdrawn")
+            return handle
         return held.handles[name]

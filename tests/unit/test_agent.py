@@ -799,3 +799,39 @@ def test_a_cancelled_task_cancels_its_transfer(bench: Bench) -> None:
     asyncio.run(give_up())
     assert write.wait(5.0)
     assert {o.status for o in write.outcomes()} == {Status.RETRY}
+
+
+# ---- races
+
+
+def test_a_peer_lost_while_a_transfer_is_prepared_leaves_no_link(bench: Bench) -> None:
+    peer = bench.connected()
+    toy = bench.toys[0]
+    connect = toy.connect
+
+    def lose_it_meanwhile(address: bytes, host_pid: int | None) -> Any:
+        link = connect(address, host_pid)
+        bench.two.close()
+        until(lambda: not peer.alive)
+        return link
+
+    toy.connect = lose_it_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(BackendUnavailable, match="lost"):
+        bench.write(peer)
+    assert (toy.links, toy.handles) == (0, 1)
+
+
+def test_a_region_withdrawn_while_a_transfer_is_prepared_leaves_no_handle(bench: Bench) -> None:
+    peer = bench.connected()
+    toy = bench.toys[0]
+    take = toy.import_region
+
+    def withdraw_it_meanwhile(link: Any, region: Region, exported: bytes) -> int:
+        handle = take(link, region, exported)
+        bench.two.deregister(bench.regions[1], WAIT_S)
+        return handle
+
+    toy.import_region = withdraw_it_meanwhile  # type: ignore[method-assign]
+    with pytest.raises(BackendUnavailable, match="withdrawn"):
+        bench.write(peer)
+    assert toy.handles == 1
