@@ -173,29 +173,30 @@ def _handle(name: str, held: Held) -> Any:
 
 def _link(name: str, backend: TransferBackend, peer: Peer) -> Any:
     with peer.importing:
-        if name not in peer.links:
-            if peer.lost:
-                raise Unsuitable(f"{peer.name} is lost: {peer.lost}")
-            if name not in peer.addresses:
-                raise Unsuitable(f"{peer.name} does not have it")
-            link = peer.links[name] = backend.connect(peer.addresses[name], peer.host_pid)
-            if peer.lost:  # meanwhile: whoever cut its links may not have seen this one
-                if peer.links.pop(name, None) is not None:
-                    backend.disconnect(link)
-                raise Unsuitable(f"{peer.name} is lost: {peer.lost}")
-        return peer.links[name]
+        if (link := peer.links.get(name)) is not None:
+            return link
+        if peer.lost:
+            raise Unsuitable(f"{peer.name} is lost: {peer.lost}")
+        if name not in peer.addresses:
+            raise Unsuitable(f"{peer.name} does not have it")
+        link = peer.links[name] = backend.connect(peer.addresses[name], peer.host_pid)
+        if peer.lost:  # meanwhile: whoever cut its links may not have seen this one
+            if peer.links.pop(name, None) is not None:
+                backend.disconnect(link)
+            raise Unsuitable(f"{peer.name} is lost: {peer.lost}")
+        return link
 
 
 def _imported(name: str, backend: TransferBackend, link: Any, held: Held, peer: Peer) -> Any:
     if name not in held.exports:
         raise Unsuitable(f"the peer does not offer region {held.region.number} by it")
     with peer.importing:
-        if name not in held.handles:
-            handle = backend.import_region(link, held.region, held.exports[name])
-            held.handles[name] = handle
-            if held.leaving:  # meanwhile: whoever gave it up may not have seen this handle
-                if held.handles.pop(name, None) is not None:
-                    backend.deregister(handle)
-                raise Unsuitable(f"region {held.region.number} was withdrawn")
+        if (handle := held.handles.get(name)) is not None:
             return handle
-        return held.handles[name]
+        handle = backend.import_region(link, held.region, held.exports[name])
+        held.handles[name] = handle
+        if held.leaving:  # meanwhile: whoever gave it up may not have seen this handle
+            if held.handles.pop(name, None) is not None:
+                backend.deregister(handle)
+            raise Unsuitable(f"region {held.region.number} was withdrawn")
+        return handle
