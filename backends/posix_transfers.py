@@ -27,13 +27,18 @@ from kvtier.backends.file_regions import (
 from kvtier.transfer import BlockingTransfers, Pieces, Reach, Results, Route, Side, Stop, Unsuitable
 from kvtier.types import ALIGN_BYTES, Region, RegionKind
 
+DEPTH = 64  # requests in flight of one transfer: what pieces of 64 KiB need; 16 do for large ones
+SEGMENT_BYTES = 1 << 20  # of one request; what is in flight at a cancel has to end, so no more
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """The engine's arrays: one entry for each piece."""
+    """The engine's arrays: one entry for each piece, in the order of their place in the files."""
 
     is_read: bool
     files: Side
+    order: npt.NDArray[np.intp]
+    """Number of each entry's piece."""
     fds: npt.NDArray[np.int32]
     buffered_fds: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.uint64]
@@ -56,8 +61,8 @@ class PosixTransfers(BlockingTransfers):
         completions: Completions,
         *,
         durable: bool = True,
-        depth: int = 16,
-        segment_bytes: int = 4 << 20,
+        depth: int = DEPTH,
+        segment_bytes: int = SEGMENT_BYTES,
         method: Literal["auto", "uring", "threads"] = "auto",
     ) -> None:
         """Start it.
@@ -110,14 +115,17 @@ class PosixTransfers(BlockingTransfers):
         buffered = np.array([file.buffered for file in files.handles], np.int32)[files.which]
         direct = np.array([file.direct for file in files.handles], np.int32)[files.which]
         is_aligned = (addresses | offsets | pieces.lengths) % np.uint64(ALIGN_BYTES) == 0
+        fds = np.where(is_aligned, direct, buffered)
+        order = np.argsort(offsets, kind="stable")  # disks like it: up to a fifth faster
         return _Prepared(
             is_read,
             files,
-            np.where(is_aligned, direct, buffered),
-            buffered,
-            offsets,
-            addresses,
-            np.ascontiguousarray(pieces.lengths),
+            order,
+            fds[order],
+            buffered[order],
+            offsets[order],
+            addresses[order],
+            pieces.lengths[order],
         )
 
     def piece_count(self, prepared: _Prepared) -> int:
@@ -126,20 +134,19 @@ class PosixTransfers(BlockingTransfers):
     def move(self, prepared: _Prepared, results: Results, stop: Stop) -> str:
         flag = StopFlag()
         stop.on_set(flag.set)
-        self._hand_over(prepared, slice(None), results, flag)
+        moved = self._hand_over(prepared, slice(None), flag)
         # Some file systems open a file for direct I/O and refuse it only then, or want more than
         # 4 KiB of alignment; the arrays remember it for the next time.
-        refused = (results == -errno.EINVAL) & (prepared.fds != prepared.buffered_fds)
+        refused = (moved == -errno.EINVAL) & (prepared.fds != prepared.buffered_fds)
         if refused.any():
             prepared.fds[refused] = prepared.buffered_fds[refused]
-            again = results[refused]
-            self._hand_over(prepared, refused, again, flag)
-            results[refused] = again
+            moved[refused] = self._hand_over(prepared, refused, flag)
         if prepared.is_read:
-            is_short = (results >= 0) & (results.astype(np.uint64) < prepared.lengths)
-            results[is_short] = -errno.ENODATA  # the file ends before the piece does
+            is_short = (moved >= 0) & (moved.astype(np.uint64) < prepared.lengths)
+            moved[is_short] = -errno.ENODATA  # the file ends before the piece does
         elif self._reach.durable:
-            self._sync(prepared, results, flag)
+            self._sync(prepared, moved, flag)
+        results[prepared.order] = moved
         return failure_in_words(prepared.files, results)
 
     def close(self) -> None:
@@ -154,9 +161,9 @@ class PosixTransfers(BlockingTransfers):
         for file in files:
             file.close()
 
-    def _hand_over(self, prepared: _Prepared, which: Any, results: Results, flag: StopFlag) -> None:
+    def _hand_over(self, prepared: _Prepared, which: Any, flag: StopFlag) -> Results:
         run = self._engine.read if prepared.is_read else self._engine.write
-        results[:] = run(
+        return run(
             prepared.fds[which],
             prepared.offsets[which],
             prepared.addresses[which],
@@ -164,13 +171,13 @@ class PosixTransfers(BlockingTransfers):
             flag,
         )
 
-    def _sync(self, prepared: _Prepared, results: Results, flag: StopFlag) -> None:
+    def _sync(self, prepared: _Prepared, moved: Results, flag: StopFlag) -> None:
         """Make what was written durable; a file whose sync fails has nothing that is OK."""
-        is_ok = results >= 0
+        is_ok = moved >= 0
         fds = np.unique(prepared.buffered_fds[is_ok])
         if flag.is_set:
-            results[is_ok] = -errno.ECANCELED
+            moved[is_ok] = -errno.ECANCELED
         elif len(fds) > 0:
             for fd, synced in zip(fds, self._engine.sync(fds), strict=True):
                 if synced < 0:
-                    results[is_ok & (prepared.buffered_fds == fd)] = synced
+                    moved[is_ok & (prepared.buffered_fds == fd)] = synced

@@ -31,6 +31,9 @@ BENCHES = {
     "disk_load": "disk:run",
     "shm_small": "shm:run",
     "shm_large": "shm:run",
+    "file_read": "files:run",
+    "file_write": "files:run",
+    "file_vs_nixl": "files:run",
     "lookup_hit_array": "lookup:run",
     "lookup_hit_list": "lookup:run",
     "lookup_miss": "lookup:run",
@@ -77,6 +80,12 @@ def main() -> int:
         default=os.environ.get("KVTIER_LMCACHE_ENGINE_PYTHON"),
         help="interpreter of one with vLLM and LMCache (or KVTIER_LMCACHE_ENGINE_PYTHON)",
     )
+    parser.add_argument(
+        "--nixl-python",
+        type=Path,
+        default=os.environ.get("KVTIER_NIXL_PYTHON"),
+        help="interpreter of an environment with NIXL (or KVTIER_NIXL_PYTHON)",
+    )
     arguments = parser.parse_args()
     wanted = [name for name in arguments.only.split(",") if name] or list(BENCHES)
     if unknown := sorted(set(wanted) - set(BENCHES)):
@@ -87,6 +96,7 @@ def main() -> int:
         arguments.threads,
         arguments.lmcache_python,
         arguments.lmcache_engine_python,
+        arguments.nixl_python,
     )
     names_of: dict[str, set[str]] = {}
     for name, target in BENCHES.items():
