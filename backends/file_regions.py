@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,11 @@ _FILE_BYTES_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryHandle:
-    """A region of this process's memory."""
+    """A region of memory of this process."""
 
     address: int
+    is_registered: bool = False
+    """With whatever moves its bytes, if that wants it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +83,11 @@ def positions(side: Side, starts: list[int]) -> npt.NDArray[np.uint64]:
     return found
 
 
-def failure_in_words(files: Side, results: Results) -> str:
-    """The first piece that failed, and why; nothing if none did."""
+def failure_in_words(files: Side, results: Results, words: Mapping[int, str]) -> str:
+    """The first piece that failed, and why; nothing if none did.
+
+    `words` explain the errnos for which the system's own do not.
+    """
     failed = np.flatnonzero(results < 0)
     if len(failed) == 0:
         return ""
@@ -89,7 +95,8 @@ def failure_in_words(files: Side, results: Results) -> str:
     code = int(-results[first])
     name = errno.errorcode.get(code, str(code))
     path = files.handles[files.which[first]].path
-    return f"{len(failed)} of {len(results)} pieces; the first: {path}: {name}: {os.strerror(code)}"
+    why = words.get(code) or os.strerror(code)
+    return f"{len(failed)} of {len(results)} pieces; the first: {path}: {name}: {why}"
 
 
 def open_file(region: Region, source: Any, engine: FileEngine) -> FileHandle:

@@ -117,6 +117,50 @@ class FileEngine:
         Wait for the calls in progress and release everything. Calling it again does nothing.
         """
 
+class GdsEngine:
+    """
+    Batches of reads and writes between files and GPU or host memory by cuFile, cut into segments, on `threads` threads. Any thread, several at once. OSError, with the reason, where cuFile cannot be used.
+    """
+
+    def __init__(self, threads: int = 16, segment_bytes: int = 4194304, wheel_path: str = '') -> None: ...
+
+    @property
+    def library_path(self) -> str:
+        """The cuFile library in use."""
+
+    def add_file(self, fd: int) -> None:
+        """Make an open file known; it stays open until `remove_file`."""
+
+    def remove_file(self, fd: int) -> None:
+        """Forget a file."""
+
+    def add_memory(self, address: int, nbytes: int) -> bool:
+        """
+        Make memory known; False where it overlaps other memory, and then it works without.
+        """
+
+    def remove_memory(self, address: int) -> None:
+        """Undo one `add_memory` that was True."""
+
+    def read(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], stop: StopFlag | None = None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """
+        As `FileEngine.read`; a failure may be a code of cuFile's own, see `meaning`.
+        """
+
+    def write(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], stop: StopFlag | None = None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
+        """As `FileEngine.write`, with codes as `read`."""
+
+    @staticmethod
+    def meaning(code: int) -> tuple[int, str]:
+        """
+        The errno nearest to a failure's code, and what the code means in words.
+        """
+
+    def close(self) -> None:
+        """
+        Wait for the calls in progress, forget all files and memory, close cuFile's driver. Calling it again does nothing.
+        """
+
 class Slab:
     """
     One mapping, on huge pages if there are any, allocated in multiples of 4 KiB. Any thread.

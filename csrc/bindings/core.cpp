@@ -6,6 +6,7 @@ NB_MODULE(_core, m) {
   kvtier::bindings::bind_copy(m);
   kvtier::bindings::bind_hash(m);
   kvtier::bindings::bind_file_io(m);
+  kvtier::bindings::bind_gds(m);
   kvtier::bindings::bind_slab(m);
   kvtier::bindings::bind_index(m);
   kvtier::bindings::bind_transfer(m);

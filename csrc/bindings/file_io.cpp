@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "file_arrays.hpp"
 #include "kvtier/file_engine.hpp"
 #include "kvtier/stop_flag.hpp"
 
@@ -17,48 +18,6 @@ namespace kvtier::bindings {
 namespace nb = nanobind;
 
 namespace {
-
-template <typename T>
-using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Results = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
-using Transfer = void (FileEngine::*)(std::span<const FileTransfer>, std::span<std::int64_t>,
-                                      const StopFlag*);
-
-Results to_array(std::vector<std::int64_t> values) {
-  auto kept = std::make_unique<std::vector<std::int64_t>>(std::move(values));
-  const std::size_t count = kept->size();
-  std::int64_t* const first = kept->data();
-  nb::capsule owner(kept.get(), [](void* kept) noexcept {
-    std::unique_ptr<std::vector<std::int64_t>>{static_cast<std::vector<std::int64_t>*>(kept)};
-  });
-  kept.release();  // NOLINT: the capsule owns it now
-  return Results(first, {count}, owner);
-}
-
-template <Transfer transfer>
-Results run(FileEngine& engine, Array<std::int32_t> fds, Array<std::uint64_t> offsets,
-            Array<std::uint64_t> addresses, Array<std::uint64_t> lengths, const StopFlag* stop) {
-  const std::size_t count = fds.size();
-  if (offsets.size() != count || addresses.size() != count || lengths.size() != count) {
-    throw std::invalid_argument(std::to_string(count) + " descriptors, " +
-                                std::to_string(offsets.size()) + " offsets, " +
-                                std::to_string(addresses.size()) + " addresses, " +
-                                std::to_string(lengths.size()) + " lengths: as many of each");
-  }
-  std::vector<FileTransfer> items;
-  items.reserve(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    items.push_back({fds.data()[i], offsets.data()[i],
-                     reinterpret_cast<std::byte*>(static_cast<std::uintptr_t>(addresses.data()[i])),
-                     lengths.data()[i]});
-  }
-  std::vector<std::int64_t> results(count);
-  {
-    const nb::gil_scoped_release unlocked;
-    (engine.*transfer)(items, results, stop);
-  }
-  return to_array(std::move(results));
-}
 
 Results allocate(FileEngine& engine, Array<std::int32_t> fds, Array<std::uint64_t> lengths) {
   std::vector<std::int64_t> results(fds.size());
@@ -111,12 +70,12 @@ void bind_file_io(nb::module_& m) {
           "method",
           [](const FileEngine& engine) { return std::string(file_method_name(engine.method())); },
           "The method in use: uring or threads.")
-      .def("read", &run<&FileEngine::read>, nb::arg("fds").noconvert(),
+      .def("read", &run<FileEngine, &FileEngine::read>, nb::arg("fds").noconvert(),
            nb::arg("offsets").noconvert(), nb::arg("addresses").noconvert(),
            nb::arg("lengths").noconvert(), nb::arg("stop") = nb::none(),
            "Bytes read per item, fewer where the file ends, or -errno; once `stop` is set nothing "
            "more is begun, and what is not whole then is -ECANCELED.")
-      .def("write", &run<&FileEngine::write>, nb::arg("fds").noconvert(),
+      .def("write", &run<FileEngine, &FileEngine::write>, nb::arg("fds").noconvert(),
            nb::arg("offsets").noconvert(), nb::arg("addresses").noconvert(),
            nb::arg("lengths").noconvert(), nb::arg("stop") = nb::none(),
            "Bytes written per item, all of them, or -errno; `stop` as in `read`.")

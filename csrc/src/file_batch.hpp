@@ -2,6 +2,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -71,8 +73,13 @@ class FileRunner {
   virtual void run(FileBatch& batch) = 0;
 };
 
+/// Makes one request, and blocks until it is answered: bytes moved or -errno.
+using FileRequest = std::function<std::int64_t(FileOperation, const FileSegment&)>;
+
 /// @throws std::system_error the kernel does not allow io_uring here
 std::shared_ptr<FileRunner> make_uring_runner(std::uint32_t depth);
-std::shared_ptr<FileRunner> make_thread_runner(std::uint32_t depth);
+std::shared_ptr<FileRunner> make_thread_runner(std::uint32_t depth, FileRequest request);
+/// pread, pwrite, fsync and fdatasync.
+std::int64_t request_of_system(FileOperation operation, const FileSegment& segment);
 
 }  // namespace kvtier

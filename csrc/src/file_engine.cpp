@@ -30,6 +30,16 @@ bool ends_before(int fd, std::uint64_t offset) {
          std::cmp_less_equal(status.st_size, offset);
 }
 
+void check_segment_bytes(std::uint64_t segment_bytes) {
+  if (segment_bytes < FileEngine::kSegmentBytesMin ||
+      segment_bytes > FileEngine::kSegmentBytesMax ||
+      segment_bytes % FileEngine::kSegmentBytesMin != 0) {
+    throw std::invalid_argument("segments of " + std::to_string(segment_bytes) +
+                                " bytes, a multiple of 4096 up to " +
+                                std::to_string(FileEngine::kSegmentBytesMax));
+  }
+}
+
 std::int64_t allocate_one(int fd, std::uint64_t length) {
   if (length == 0) return 0;  // which fallocate takes for a mistake
   std::uint32_t retries = 0;
@@ -154,18 +164,18 @@ class FileEngine::Call {
   std::shared_ptr<FileRunner> runner_;
 };
 
+FileEngine::FileEngine(std::uint64_t segment_bytes, std::shared_ptr<FileRunner> runner)
+    : segment_bytes_(segment_bytes), method_(FileMethod::kThreads), runner_(std::move(runner)) {
+  check_segment_bytes(segment_bytes);
+}
+
 FileEngine::FileEngine(std::uint32_t depth, std::uint64_t segment_bytes, FileMethod method)
     : segment_bytes_(segment_bytes), method_(method) {
   if (depth < 1 || depth > kDepthMax) {
     throw std::invalid_argument("depth of " + std::to_string(depth) + ", between 1 and " +
                                 std::to_string(kDepthMax));
   }
-  if (segment_bytes < kSegmentBytesMin || segment_bytes > kSegmentBytesMax ||
-      segment_bytes % kSegmentBytesMin != 0) {
-    throw std::invalid_argument("segments of " + std::to_string(segment_bytes) +
-                                " bytes, a multiple of 4096 up to " +
-                                std::to_string(kSegmentBytesMax));
-  }
+  check_segment_bytes(segment_bytes);
   if (method_ != FileMethod::kThreads) {
     try {
       runner_ = make_uring_runner(depth);
@@ -175,7 +185,7 @@ FileEngine::FileEngine(std::uint32_t depth, std::uint64_t segment_bytes, FileMet
       method_ = FileMethod::kThreads;
     }
   }
-  if (!runner_) runner_ = make_thread_runner(depth);
+  if (!runner_) runner_ = make_thread_runner(depth, request_of_system);
 }
 
 FileEngine::~FileEngine() { close(); }

@@ -6,14 +6,14 @@
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "file_batch.hpp"
 
 namespace kvtier {
-namespace {
 
-std::int64_t request(FileOperation operation, const FileSegment& segment) {
+std::int64_t request_of_system(FileOperation operation, const FileSegment& segment) {
   ssize_t result = -1;
   switch (operation) {
     case FileOperation::kRead:
@@ -34,10 +34,12 @@ std::int64_t request(FileOperation operation, const FileSegment& segment) {
   return result < 0 ? -errno : result;
 }
 
+namespace {
+
 /// `depth` threads over a queue of batches, the oldest batch first; asleep when there is none.
 class ThreadRunner final : public FileRunner {
  public:
-  explicit ThreadRunner(std::uint32_t depth) {
+  ThreadRunner(std::uint32_t depth, FileRequest request) : request_(std::move(request)) {
     threads_.reserve(depth);
     for (std::uint32_t i = 0; i < depth; ++i) {
       threads_.emplace_back([this](std::stop_token stop) { work(std::move(stop)); });
@@ -65,7 +67,7 @@ class ThreadRunner final : public FileRunner {
       }
       const FileOperation operation = batch.operation();
       lock.unlock();
-      while (!advance(operation, segment, request(operation, segment))) {
+      while (!advance(operation, segment, request_(operation, segment))) {
       }
       lock.lock();
       batch.settle(segment);  // its caller cannot have left: this segment was in flight
@@ -73,6 +75,7 @@ class ThreadRunner final : public FileRunner {
     }
   }
 
+  const FileRequest request_;
   std::mutex mutex_;
   std::condition_variable_any work_;
   std::condition_variable finished_;
@@ -82,8 +85,8 @@ class ThreadRunner final : public FileRunner {
 
 }  // namespace
 
-std::shared_ptr<FileRunner> make_thread_runner(std::uint32_t depth) {
-  return std::make_shared<ThreadRunner>(depth);
+std::shared_ptr<FileRunner> make_thread_runner(std::uint32_t depth, FileRequest request) {
+  return std::make_shared<ThreadRunner>(depth, std::move(request));
 }
 
 }  // namespace kvtier

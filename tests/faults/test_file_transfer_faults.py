@@ -190,8 +190,8 @@ class _FailingSync:
 
 def test_a_failed_sync_fails_the_writes_to_its_file_only(stage: Stage, tmp_path: Path) -> None:
     files = [stage.register(tmp_path / name, 4 * PAGE) for name in "ab"]
-    stage.backend._engine = _FailingSync(  # type: ignore[assignment]
-        stage.backend._engine, files[1].buffered
+    stage.backend._disk = _FailingSync(  # type: ignore[assignment]
+        stage.backend._disk, files[1].buffered
     )
     end = stage.move(Op.WRITE, [0, 0, PAGE, 5000], [PAGE, PAGE, 10, 10], *files)
     assert end.results.tolist() == [PAGE, -errno.EIO, 10, -errno.EIO]
@@ -268,7 +268,7 @@ class HeldEngine:
 
 def hold(stage: Stage) -> HeldEngine:
     held = HeldEngine(stage.backend._engine)
-    stage.backend._engine = held  # type: ignore[assignment]
+    stage.backend._engine = held
     return held
 
 
@@ -332,7 +332,7 @@ def test_a_file_that_waits_in_the_kernel_ends_at_its_deadline(tmp_path: Path) ->
     pipe = opened(tmp_path / "pipe")
     ticket = stage.start(Op.READ, [0], [PAGE], pipe, deadline_s=0.05)
     end = stage.ends.wait(ticket, SOON_S)
-    if stage.backend._engine.method == "uring":
+    if stage.backend._disk.method == "uring":
         assert (end.results.tolist(), end.is_quiet) == ([-errno.ETIMEDOUT], False)
         os.write(pipe.buffered, bytes(PAGE))
     else:

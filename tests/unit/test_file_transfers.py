@@ -230,7 +230,8 @@ def test_durable_is_a_sync_before_the_end(tmp_path: Path, durable: bool) -> None
     assert stage.backend.reach.durable is durable
     file = stage.register(tmp_path / "file", PAGE)
     watched = _Watched(stage.backend._engine)
-    stage.backend._engine = watched  # type: ignore[assignment]
+    stage.backend._engine = watched
+    stage.backend._disk = watched  # type: ignore[assignment]
     stage.move(Op.WRITE, [0], [0], [PAGE], file)
     stage.move(Op.READ, [0], [0], [PAGE], file)
     assert watched.calls == (["write", "sync", "read"] if durable else ["write", "read"])

@@ -48,6 +48,8 @@ class FileEngine {
   /// @throws std::invalid_argument depth or segment out of bounds, or no whole number of 4 KiB
   /// @throws std::system_error kUring was asked for and the kernel does not allow it
   FileEngine(std::uint32_t depth, std::uint64_t segment_bytes, FileMethod method);
+  /// With a way of its own to get segments done. @throws std::invalid_argument as above
+  FileEngine(std::uint64_t segment_bytes, std::shared_ptr<FileRunner> runner);
   ~FileEngine();
   FileEngine(const FileEngine&) = delete;
   FileEngine& operator=(const FileEngine&) = delete;
