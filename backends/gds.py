@@ -57,7 +57,7 @@ class GdsTransfers(FileTransfers):
             if not fallback:
                 raise Unsuitable(error.strerror or repr(error)) from error
             self._reason = error.strerror or repr(error)
-        disk = FileEngine(threads, segment_bytes)
+        disk = FileEngine(threads if self._gds is None else 4, segment_bytes)  # 4: for syncs
         engine: Engine = disk if self._gds is None else self._gds
         memory = (RegionKind.DRAM,) if self._gds is None else (RegionKind.DRAM, RegionKind.VRAM)
         routes = routes_between(memory, (RegionKind.FILE,))
