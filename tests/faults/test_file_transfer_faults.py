@@ -397,10 +397,11 @@ def test_a_thousand_failures_leave_nothing_behind(stage: Stage, tmp_path: Path) 
 
     for _ in range(50):  # queues and rings take their size
         fail()
-    before, counts = resident_bytes(), held_count()
+    before, (fds, threads) = resident_bytes(), held_count()
     for _ in range(250):  # two transfers and three regions each
         fail()
-    assert held_count() == counts
+    assert held_count()[0] == fds
+    assert held_count()[1] <= threads + 16  # the kernel's own for io_uring come and go
     assert resident_bytes() - before < 4 << 20
     assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
     full.close()
