@@ -15,7 +15,7 @@ from kvtier.transfer import Unsuitable
 from kvtier.types import Region, RegionKind
 
 DEPTH = 64  # requests in flight of one transfer: what pieces of 64 KiB need; 16 do for large ones
-SEGMENT_BYTES = 1 << 20  # of one request; what is in flight at a cancel has to end, so no more
+SEGMENT_BYTES = 2 << 20  # of one request; what is in flight at a cancel has to end, so not more
 
 
 class PosixTransfers(FileTransfers):
