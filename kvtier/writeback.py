@@ -9,7 +9,6 @@ persistent one means durable.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -91,6 +90,38 @@ def seal(
     return views
 
 
+class _Slot:
+    """Room for one thing between the thread that seals and the one that writes."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._held: list[_Sealed | Command | None] = []
+
+    def put(self, work: _Sealed | Command | None) -> None:
+        """Wait until it is empty, then fill it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held)
+            self._held.append(work)
+            self._changed.notify_all()
+
+    def wait(self, otherwise: Callable[[], bool]) -> bool:
+        """Wait until it is filled (True), or what `wake` tells of has come about (False)."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held or otherwise())
+            return bool(self._held)
+
+    def take(self) -> _Sealed | Command | None:
+        """What is in it."""
+        with self._changed:
+            self._changed.notify_all()
+            return self._held.pop()
+
+    def wake(self) -> None:
+        """Something came about that `wait` may be waiting for."""
+        with self._changed:
+            self._changed.notify_all()
+
+
 class WriteBack:
     """Threads, queue and accounts of the way into one lower tier.
 
@@ -120,7 +151,7 @@ class WriteBack:
         self._pending_bytes = 0
         self._closing = False
         self._warned: set[str] = set()
-        self._sealed: queue.Queue[_Sealed | Command | None] = queue.Queue(maxsize=1)
+        self._sealed = _Slot()
         self._threads = [
             threading.Thread(target=work, name=f"kvtier-{verb}-{tier.name}", daemon=True)
             for verb, work in (("seal", self._seal_loop), ("write", self._write_loop))
@@ -213,11 +244,10 @@ class WriteBack:
     def _write_loop(self) -> None:
         puts: deque[_Put] = deque()
         while True:
-            try:
-                work = self._sealed.get(block=not puts)
-            except queue.Empty:
+            if not self._sealed.wait(lambda: bool(puts) and puts[0].outcomes.done()):
                 self._end_oldest(puts, leave=len(puts) - 1)
                 continue
+            work = self._sealed.take()
             if isinstance(work, _Sealed):
                 if not self._guard(partial(self._start_put, work, puts), work.batch):
                     self._finish(work.batch)
@@ -279,6 +309,7 @@ class WriteBack:
                 outcomes.set_result(backend.put(keys, sealed.views))
             except BaseException as error:  # noqa: BLE001 - raised again by `_publish`
                 outcomes.set_exception(error)
+            self._sealed.wake()
 
         # A daemon, as one that is stuck in the place's I/O is left behind.
         threading.Thread(target=put, name=f"kvtier-put-{tier.name}", daemon=True).start()
