@@ -191,6 +191,12 @@ class Slab:
         """Bytes from the low end that the background thread has made real."""
 
     @property
+    def joined_bytes(self) -> int:
+        """
+        Bytes of shared memory for which that thread has asked for huge pages; it does so after the rest, and stops where the kernel cannot.
+        """
+
+    @property
     def largest_free_bytes(self) -> int:
         """The longest run that `allocate` could give."""
 

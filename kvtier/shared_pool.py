@@ -161,6 +161,12 @@ class SharedPool:
         return self._slab.prefaulted_bytes
 
     @property
+    def joined_bytes(self) -> int:
+        """For how much of it the thread has then asked for huge pages, which few systems give
+        shared memory at once; stays behind where the kernel cannot."""
+        return self._slab.joined_bytes
+
+    @property
     def region(self) -> Region:
         """The whole pool at its address in this process."""
         return Region(RegionKind.DRAM, self.address, self.capacity_bytes)

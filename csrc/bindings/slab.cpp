@@ -54,6 +54,9 @@ void bind_slab(nb::module_& m) {
       .def_prop_ro("used_bytes", &Slab::used_bytes, "Bytes allocated now.")
       .def_prop_ro("prefaulted_bytes", &Slab::prefaulted_bytes,
                    "Bytes from the low end that the background thread has made real.")
+      .def_prop_ro("joined_bytes", &Slab::joined_bytes,
+                   "Bytes of shared memory for which that thread has asked for huge pages; it does "
+                   "so after the rest, and stops where the kernel cannot.")
       .def_prop_ro("largest_free_bytes", &Slab::largest_free_bytes,
                    "The longest run that `allocate` could give.")
       .def(

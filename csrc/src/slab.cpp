@@ -24,6 +24,7 @@ constexpr int kMadvPopulateWrite = 23;
 constexpr int kMadvPopulateRead = MADV_POPULATE_READ;
 constexpr int kMadvPopulateWrite = MADV_POPULATE_WRITE;
 #endif
+constexpr int kMadvCollapse = 25;  // Linux 6.1
 
 constexpr std::uint64_t round_up(std::uint64_t nbytes, std::uint64_t unit) {
   return (nbytes + unit - 1) / unit * unit;
@@ -95,7 +96,7 @@ Mapping::Mapping(std::uint64_t capacity_bytes)
 }
 
 Mapping::Mapping(int fd, std::uint64_t size_bytes, bool is_writable)
-    : size_bytes_(size_bytes), is_writable_(is_writable) {
+    : size_bytes_(size_bytes), is_writable_(is_writable), is_shared_(true) {
   address_ = reserve(size_bytes_);
   map_over(address_, size_bytes_, PROT_READ | (is_writable ? PROT_WRITE : 0), MAP_SHARED, fd);
 }
@@ -121,8 +122,10 @@ Slab::Slab(std::shared_ptr<const Mapping> mapping, bool prefault)
 void Slab::start(bool prefault) {
   insert_free(0, capacity_bytes_);
   if (prefault) {
-    prefault_thread_ = std::jthread([this, mapping = mapping_](std::stop_token stop) {
-      this->prefault(std::move(stop), *mapping);
+    prefault_thread_ = std::jthread([this, mapping = mapping_](const std::stop_token& stop) {
+      this->prefault(stop, *mapping);
+      // One process is enough: the others' mappings follow.
+      if (mapping->is_shared() && mapping->is_writable()) this->join_pages(stop, *mapping);
     });
   }
 }
@@ -222,7 +225,7 @@ void Slab::erase_free(std::map<std::uint64_t, std::uint64_t>::iterator run) {
   free_by_offset_.erase(run);
 }
 
-void Slab::prefault(std::stop_token stop, const Mapping& mapping) {
+void Slab::prefault(const std::stop_token& stop, const Mapping& mapping) {
   const int advice = mapping.is_writable() ? kMadvPopulateWrite : kMadvPopulateRead;
   bool has_populate = true;
   for (std::uint64_t at = 0; at < capacity_bytes_ && !stop.stop_requested();) {
@@ -238,6 +241,18 @@ void Slab::prefault(std::stop_token stop, const Mapping& mapping) {
     if (!has_populate) touch(address, step, mapping.is_writable());
     at += step;
     prefaulted_bytes_.store(at);
+  }
+}
+
+void Slab::join_pages(const std::stop_token& stop, const Mapping& mapping) {
+  // Shared memory is given huge pages from the start only where the system's owner says so, which
+  // few do; asked for them afterwards, the kernel copies what is there. A step that it refuses, as
+  // when a device holds a page, stays as it is.
+  for (std::uint64_t at = 0; at < capacity_bytes_ && !stop.stop_requested();) {
+    const std::uint64_t step = std::min(kPrefaultStepBytes, capacity_bytes_ - at);
+    if (madvise(mapping.address() + at, step, kMadvCollapse) != 0 && errno == EINVAL) return;
+    at += step;
+    joined_bytes_.store(at);
   }
 }
 

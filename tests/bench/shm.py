@@ -41,9 +41,13 @@ nbytes = int(sys.argv[1])
 pool = SharedPool(nbytes)
 whole = np.frombuffer(pool.view(0, nbytes), np.uint64)
 whole[:] = np.arange(len(whole), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+ends_s = time.monotonic() + 30
+while pool.joined_bytes < nbytes and time.monotonic() < ends_s:
+    time.sleep(0.01)
 backend = ShmTransfers(Completions())
 handle = backend.register(pool.region, pool.view(0, nbytes))
-print(pool.address, backend.address().hex(), backend.export(handle).hex(), pool.pages, flush=True)
+pages = pool.pages + (" joined to huge ones" if pool.joined_bytes == nbytes else "")
+print(pool.address, backend.address().hex(), backend.export(handle).hex(), pages, flush=True)
 sys.stdin.read()
 """
 

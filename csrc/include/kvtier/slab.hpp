@@ -43,11 +43,13 @@ class Mapping {
   std::byte* address() const { return address_; }
   std::uint64_t size_bytes() const { return size_bytes_; }
   bool is_writable() const { return is_writable_; }
+  bool is_shared() const { return is_shared_; }
 
  private:
   std::byte* address_ = nullptr;
   std::uint64_t size_bytes_ = 0;
   bool is_writable_ = true;
+  bool is_shared_ = false;
 };
 
 /// The system has no such memory; says how much was asked for and what it answered.
@@ -69,7 +71,8 @@ class Slab {
   static constexpr std::uint64_t kAlignBytes = 4096;
 
   /// Map `capacity_bytes`, rounded up to a page. With `prefault` a thread of the slab's own makes
-  /// the memory real from the low end up, where pieces are handed out first.
+  /// the memory real from the low end up, where pieces are handed out first, and after that joins
+  /// the small pages of shared memory into huge ones.
   ///
   /// @throws std::invalid_argument the capacity is zero or absurd
   /// @throws MappingFailed the system refuses
@@ -102,15 +105,18 @@ class Slab {
   std::uint64_t used_bytes() const;
   std::uint64_t largest_free_bytes() const;
   std::uint64_t prefaulted_bytes() const { return prefaulted_bytes_.load(); }
+  std::uint64_t joined_bytes() const { return joined_bytes_.load(); }
 
  private:
   void start(bool prefault);
   void insert_free(std::uint64_t offset, std::uint64_t nbytes);
   void erase_free(std::map<std::uint64_t, std::uint64_t>::iterator run);
-  void prefault(std::stop_token stop, const Mapping& mapping);
+  void prefault(const std::stop_token& stop, const Mapping& mapping);
+  void join_pages(const std::stop_token& stop, const Mapping& mapping);
 
   const std::uint64_t capacity_bytes_;
   std::atomic<std::uint64_t> prefaulted_bytes_ = 0;
+  std::atomic<std::uint64_t> joined_bytes_ = 0;
   mutable std::mutex mutex_;  // guards everything below but the thread
   std::shared_ptr<const Mapping> mapping_;
   std::map<std::uint64_t, std::uint64_t> free_by_offset_;            // offset -> bytes
