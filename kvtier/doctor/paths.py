@@ -6,11 +6,13 @@ knows none of them by name. A peer is a second process (`kvtier.doctor.peer`).
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from kvtier._core import Completions
@@ -29,8 +31,33 @@ _ROUNDS = 3
 _DEADLINE_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A backend by another path than the one it would choose."""
+
+    backend: str
+    variables: dict[str, str]
+    """What its library reads in the environment."""
+
+
+WAYS = {"ucx by tcp": Way("ucx", {"UCX_TLS": "tcp"})}
+"""Between processes of one host UCX takes shared memory; to other hosts it may have TCP only."""
+
+
 def transfer(name: str, asked: Asked) -> Finding:
-    """Open the backend and move bytes on each of its routes that needs nothing but memory and disk."""
+    """Move bytes on each route of the backend that needs nothing but memory and disk."""
+    way = WAYS.get(name)
+    if way is not None:
+        os.environ.update(way.variables)  # also for the second process
+        try:
+            return _transfer(way.backend, asked)
+        finally:
+            for variable in way.variables:
+                del os.environ[variable]
+    return _transfer(name, asked)
+
+
+def _transfer(name: str, asked: Asked) -> Finding:
     factory = transfer_backends([name])[name]
     opened: list[TransferBackend] = []
 
@@ -43,6 +70,7 @@ def transfer(name: str, asked: Asked) -> Finding:
     except Unsuitable as reason:
         return Finding(verdict=Verdict.ABSENT, says=str(reason))
     opened.pop().close()
+    # The copy that says whether it works is closed: the agent opens its own.
     figures: dict[str, Figure] = {}
     failures: list[str] = []
     with Agent(backends={name: make}) as agent:

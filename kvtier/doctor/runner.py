@@ -53,7 +53,9 @@ _TRANSFER = "transfer "  # before the name of a transfer backend
 def examine(asked: Asked) -> Report:
     """Run all checks; ends in 20 s, or 5 s if `asked.quick`, whatever hangs."""
     begin_s = time.monotonic()
-    names = [*_CHECKS, *(_TRANSFER + name for name in sorted(_transfer_names()))]
+    installed = sorted(_transfer_names())
+    names = [*_CHECKS, *(_TRANSFER + name for name in installed)]
+    names += [_TRANSFER + name for name, way in paths.WAYS.items() if way.backend in installed]
     findings: list[Finding] = []
     ends_s = begin_s + TOTAL_S[asked.quick]
     while len(findings) < len(names):

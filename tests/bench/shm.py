@@ -25,7 +25,7 @@ from kvtier.errors import KvtierError
 from kvtier.transfer import Op, Pieces, Side
 from kvtier.types import Region, RegionKind
 
-ROUNDS = 11
+ROUNDS = 15
 WAIT_S = 60.0
 SHAPES = {"shm_small": (4096, 64 << 10), "shm_large": (64, 32 << 20)}
 """Pieces of one transfer, in any order, and their size."""
@@ -150,6 +150,7 @@ def _measure(name: str, reader: Reader, pages: str) -> Result:
         ROUNDS,
         {
             "pages": pages,
+            "vs_memcpy": round(times["memcpy of each piece"].wall_s / times["ours"].wall_s, 3),
             "limit_cpu_s_per_gb": _cpu(times[limit_is], count * nbytes),
             "numpy_gb_s": round(
                 count * nbytes / times["numpy's copy of each piece"].wall_s / GB, 3
