@@ -21,6 +21,7 @@ from kvtier.keys import Extra, Namespace
 from kvtier.layout import KvLayout, PagedKv
 from kvtier.loading import Load, LoadResult
 from kvtier.peers import Notification, NotificationKind, Peer
+from kvtier.shared_pool import SharedPool
 from kvtier.space import Space
 from kvtier.storing import StoreResult
 from kvtier.transfer import Op
@@ -57,6 +58,7 @@ __all__ = [
     "Peer",
     "Region",
     "RegionKind",
+    "SharedPool",
     "Space",
     "Status",
     "StoreResult",
