@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 BODY_BYTES_MAX = 16 << 20  # of an answer that is read as text; 1000 names take less than 1 MiB
 _SEND_BYTES = 4 << 20  # between two looks at the clock
+_WAKE_BYTES = 512 << 10  # so much comes before the kernel wakes a reader: saves a third of its time
 _LOOK_S = 0.2  # how soon a wait notices that it should end
 _IDLE_S = 20.0  # a connection that rested longer is not used again: servers close them about then
 _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 2.0
@@ -280,6 +281,8 @@ class _Wire(io.RawIOBase):
         self._is_over = is_over
         self._stop = stop
         self._silence_s_max = silence_s_max
+        # 0: whatever the exchange before this one left.
+        self._wake_bytes: int | None = None if isinstance(connection, ssl.SSLSocket) else 0
         self.heard = False
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -293,6 +296,7 @@ class _Wire(io.RawIOBase):
         silent_since_s = time.monotonic()
         while True:
             self._set_timeout()
+            self._set_wake_bytes(len(buffer))
             try:
                 count = self._socket.recv_into(buffer)
             except TimeoutError:
@@ -312,6 +316,16 @@ class _Wire(io.RawIOBase):
                 at += self._socket.send(part[at : at + _SEND_BYTES])
             except TimeoutError:
                 continue
+
+    def _set_wake_bytes(self, wanted: int) -> None:
+        """Be woken for many bytes at a time, but never for more than will come.
+
+        What TLS lies in between is cut otherwise than what is wanted of it, so it is left alone.
+        """
+        wake_bytes = min(wanted, _WAKE_BYTES) if wanted > io.DEFAULT_BUFFER_SIZE else 1
+        if self._wake_bytes not in (None, wake_bytes):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+            self._wake_bytes = wake_bytes
 
     def _set_timeout(self) -> None:
         if self._is_over():
