@@ -56,9 +56,9 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ask_timeout_s: float = 0.2
     """How long a lookup waits for tiers that others store in too; 0 never asks them."""
     write_back: bool = True
-    """Copy every stored chunk down to the next tier in the background."""
+    """Copy every stored chunk in the background to the next tier and to all that others share."""
     write_back_queue: int = 2 * 1024**3
-    """Most bytes waiting to be written down; beyond it chunks stay in memory only."""
+    """Most bytes waiting to be written down, per tier; beyond it chunks stay in memory only."""
     load_queue_max: int = 64
     """Most loads waiting; beyond it a load is a miss at once."""
     close_timeout_s: float = 30.0

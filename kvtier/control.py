@@ -130,7 +130,11 @@ class KVTier:
             )
             for tier in tiers[MEMORY + 1 :]
         }
-        below = self._writers.get(MEMORY + 1) if config.write_back else None
+        below = [
+            self._writers[tier.number]
+            for tier in tiers[MEMORY + 1 :]
+            if config.write_back and (tier.number == MEMORY + 1 or tier.is_shared)
+        ]
         self._storer = Storer(self.hierarchy, self.loader, below)
         self._asker = Asker(self.hierarchy, clock, self.metrics, config.ask_timeout_s)
         self._trim()
