@@ -126,7 +126,7 @@ class S3Backend(Backend):
     ) -> list[Outcome]:
         check_get(_CAPABILITIES.batch_max, keys, targets, offset)
         reads = [
-            Read(self._name(key), offset, _bytes(target))
+            Read(self._name(key), offset, [_bytes(target)])
             for key, target in zip(keys, targets, strict=True)
         ]
         with self._call():
@@ -170,7 +170,7 @@ class S3Backend(Backend):
                     if match and match[2].startswith(match[1]):  # all else is not ours
                         found.append((listed, ChunkKey(bytes.fromhex(match[2]))))
                 heads = [memoryview(bytearray(min(HEAD_BYTES, o.nbytes))) for o, _ in found]
-                reads = [Read(o.name, 0, head) for (o, _), head in zip(found, heads, strict=True)]
+                reads = [Read(o.name, 0, [head]) for (o, _), head in zip(found, heads, strict=True)]
                 outcomes = read_many(self._client, reads, self._limit)
             for (listed, key), head, outcome in zip(found, heads, outcomes, strict=True):
                 if outcome.ok:  # else it was removed meanwhile, or the server does not give it

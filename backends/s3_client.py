@@ -50,7 +50,7 @@ _MESSAGE = re.compile(rb"<Message>([^<]{1,300})</Message>")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked; `body` is sent as it lies in memory, `target` filled as it comes."""
+    """What is asked; `body` is sent as it lies in memory, `targets` are filled one after another."""
 
     method: str
     name: str
@@ -58,7 +58,7 @@ class Request:
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
     body: Sequence[memoryview] = ()
-    target: memoryview | None = None
+    targets: Sequence[memoryview] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Reply:
     headers: Mapping[str, str]
     """Names in lower case."""
     filled: int = 0
-    """Bytes of the target."""
+    """Bytes of the targets."""
     body: bytes = b""
     code: str = ""
     """The server's name for the fault."""
@@ -237,8 +237,8 @@ class _Exchange:
         try:
             response.begin()
             headers = {name.lower(): value for name, value in response.getheaders()}
-            if request.target is not None and response.status in (200, 206):
-                return self._fill(response, headers, request.target)
+            if request.targets and response.status in (200, 206):
+                return self._fill(response, headers, request.targets)
             body = response.read(BODY_BYTES_MAX)
             if response.length:
                 detail = f"an answer of {len(body) + response.length} bytes ended after {len(body)}"
@@ -252,17 +252,20 @@ class _Exchange:
         self,
         response: http.client.HTTPResponse,
         headers: Mapping[str, str],
-        target: memoryview,
+        targets: Sequence[memoryview],
     ) -> Reply:
         promised = response.length
         if promised is None:
             return Reply(0, {}, detail="an answer without a length", passing=True)
-        wanted = min(promised, target.nbytes)
-        filled = response.readinto(target[:wanted])
-        if filled < wanted:
-            detail = f"the body ended after {filled} of {wanted} bytes"
-            return Reply(0, {}, detail=detail, passing=True)
-        self.can_go_on = wanted == promised and not response.will_close
+        filled = 0
+        for target in targets:
+            wanted = min(promised - filled, target.nbytes)
+            count = response.readinto(target[:wanted]) if wanted else 0
+            filled += count
+            if count < wanted:
+                detail = f"the body ended after {filled} of {promised} bytes"
+                return Reply(0, {}, detail=detail, passing=True)
+        self.can_go_on = filled == promised and not response.will_close
         return Reply(response.status, headers, filled)
 
 

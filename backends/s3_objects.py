@@ -33,11 +33,16 @@ Limit = Callable[[], Stop]
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One range of an object, and where it goes."""
+    """One range of an object, and the pieces of memory that it fills, in order."""
 
     name: str
     offset: int
-    target: memoryview
+    targets: Sequence[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """The range's length."""
+        return sum(target.nbytes for target in self.targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Listed:
 def read_many(
     client: Client, reads: Sequence[Read], limit: Limit, segment_bytes: int = 1 << 40
 ) -> list[Outcome]:
-    """Fill each target from its object's offset on; longer ones by ranges of about `segment_bytes`.
+    """Fill each read's targets; longer ones by ranges of about `segment_bytes`, at the same time.
 
     OK with fewer bytes says that the object ends there.
     """
@@ -164,20 +169,21 @@ def _each(client: Client, jobs: Sequence[Callable[[Stop], Outcome]], limit: Limi
 
 
 def _cut(read: Read, segment_bytes: int) -> list[Read]:
-    count = max(1, round(read.target.nbytes / segment_bytes))
-    bounds = [read.target.nbytes * i // count for i in range(count + 1)]
+    count = max(1, round(read.nbytes / segment_bytes))
+    bounds = [read.nbytes * i // count for i in range(count + 1)]
     return [
-        Read(read.name, read.offset + start, read.target[start:end])
+        Read(read.name, read.offset + start, _slice(read.targets, start, end))
         for start, end in pairwise(bounds)
     ]
 
 
 def _read(client: Client, read: Read, stop: Stop) -> Outcome:
-    if read.target.nbytes == 0:
+    nbytes = read.nbytes
+    if nbytes == 0:
         found = _head(client, read.name, stop)
         return Outcome(Status.OK) if found.ok else found
-    wanted = f"bytes={read.offset}-{read.offset + read.target.nbytes - 1}"
-    request = Request("GET", read.name, headers={"Range": wanted}, target=read.target)
+    wanted = f"bytes={read.offset}-{read.offset + nbytes - 1}"
+    request = Request("GET", read.name, headers={"Range": wanted}, targets=read.targets)
     reply = client.request(request, stop)
     if reply.status == 416:  # begins at or after the end
         total = _TOTAL.fullmatch(reply.headers.get("content-range", ""))
@@ -188,15 +194,14 @@ def _read(client: Client, read: Read, stop: Stop) -> Outcome:
         return Outcome(Status.OK, reply.filled)
     if reply.status != 206:
         return _fault(reply)
-    given = _RANGE.fullmatch(reply.headers.get("content-range", ""))
+    said = reply.headers.get("content-range", "nothing")
+    given = _RANGE.fullmatch(said)
     if given is None or int(given[1]) != read.offset:
-        said = reply.headers.get("content-range", "nothing")
         return Outcome(Status.FAILED, detail=f"asked for {wanted}, got {said}")
     end = int(given[2]) + 1
-    is_whole = reply.filled == read.target.nbytes or given[3] in ("*", str(end))
+    is_whole = reply.filled == nbytes or given[3] in ("*", str(end))
     if end - read.offset != reply.filled or not is_whole:
-        detail = f"{reply.filled} bytes came of {reply.headers['content-range']}"
-        return Outcome(Status.RETRY, detail=detail)
+        return Outcome(Status.RETRY, detail=f"{reply.filled} bytes came of {said}")
     return Outcome(Status.OK, reply.filled)
 
 

@@ -1,7 +1,8 @@
 """Pieces between this process's memory and objects in S3 or any store that speaks its protocol.
 
-A region is one object. Reads take any ranges of it; a store writes objects whole or not at all, so a
-write must cover a region's object from its start without a gap.
+A region is one object. Reads take any ranges of it, neighbours by one request even where their
+memory lies apart. A store writes objects whole or not at all, so what is written must cover an object
+from its start without a gap.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.transfer import BlockingTransfers, Op, Pieces, Reach, Results, Route, Stop, Unsuitable
 from kvtier.types import Outcome, Region, RegionKind, Status
 
+_RUN_BYTES = 16 << 20  # of one request of a read; several are under way at a time
+_LENGTH_S = 10.0  # for a server to say how long an object is
 _REACH = Reach(
-    routes=frozenset({Route(RegionKind.DRAM, RegionKind.OBJ)}),
-    piece_bytes_max=32 << 20,  # of a read: one request, several of them at a time
+    routes=frozenset(
+        {Route(RegionKind.DRAM, RegionKind.OBJ), Route(RegionKind.OBJ, RegionKind.DRAM)}
+    ),
+    piece_bytes_max=_RUN_BYTES,
     durable=True,
     latency_s=0.01,
     bytes_per_s=1e9,
@@ -44,27 +49,20 @@ class _Object:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reads:
-    """Of one client; `pieces[i]` is the number of `reads[i]` in the transfer."""
+class _Group:
+    """Requests of one client: reads or writes, each of a run of pieces that follow each other."""
 
     client: Client
     reads: list[Read]
-    pieces: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Writes:
-    """Of one client; all of `pieces[i]` become the object `writes[i]`."""
-
-    client: Client
     writes: list[Write]
     pieces: list[list[int]]
+    """Of each request, by number."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
     lengths: list[int]
-    groups: list[_Reads] | list[_Writes]
+    groups: list[_Group]
 
 
 class S3Transfers(BlockingTransfers):
@@ -108,20 +106,15 @@ class S3Transfers(BlockingTransfers):
     def reach(self) -> Reach:
         return _REACH
 
-    def object_bytes(self, url: str, timeout_s: float = 10.0) -> int | None:
-        """How long the object is, None if there is none; for who registers it. Asks the server.
-
-        Raises:
-            OSError: the server does not say.
-        """
-        found = self._find(url)
+    def length(self, source: Any) -> int:
+        if not isinstance(source, str) or not source.startswith("s3://"):
+            return 0
+        found = self._find(source)
         (outcome,) = head_many(
-            found.client, [found.name], lambda: Stop(time.monotonic() + timeout_s)
+            found.client, [found.name], lambda: Stop(time.monotonic() + _LENGTH_S)
         )
-        if outcome.status is Status.MISSING:
-            return None
         if not outcome.ok:
-            raise OSError(f"{url}: {outcome.detail}")
+            raise Unsuitable(f"{source}: {outcome.detail or 'there is no such object'}")
         return outcome.nbytes
 
     def register(self, region: Region, source: Any) -> _Memory | _Object:
@@ -140,26 +133,39 @@ class S3Transfers(BlockingTransfers):
     def prepare(self, pieces: Pieces, link: Any) -> _Prepared:
         if link is not None:
             raise Unsuitable("s3 reaches no peers")
-        local = [
-            pieces.local.handles[which].view[offset : offset + length]
+        objects, memory, is_read = pieces.remote, pieces.local, pieces.op is Op.READ
+        if any(isinstance(handle, _Object) for handle in memory.handles):
+            objects, memory, is_read = memory, objects, not is_read
+        if any(isinstance(handle, _Memory) for handle in objects.handles):
+            raise Unsuitable("s3 moves between memory on one side and objects on the other")
+        lengths: list[int] = pieces.lengths.tolist()
+        views = [
+            memory.handles[which].view[offset : offset + length]
             for which, offset, length in zip(
-                pieces.local.which.tolist(),
-                pieces.local.offsets.tolist(),
-                pieces.lengths.tolist(),
-                strict=True,
+                memory.which.tolist(), memory.offsets.tolist(), lengths, strict=True
             )
         ]
-        remote = [pieces.remote.handles[which] for which in pieces.remote.which.tolist()]
-        offsets: list[int] = pieces.remote.offsets.tolist()
-        lengths: list[int] = pieces.lengths.tolist()
-        if pieces.op is Op.WRITE:
-            return _Prepared(lengths, _plan_writes(local, remote, offsets))
-        reads: dict[Client, _Reads] = {}
-        for number, (view, source, offset) in enumerate(zip(local, remote, offsets, strict=True)):
-            group = reads.setdefault(source.client, _Reads(source.client, [], []))
-            group.reads.append(Read(source.name, offset, view))
-            group.pieces.append(number)
-        return _Prepared(lengths, list(reads.values()))
+        offsets: list[int] = objects.offsets.tolist()
+        members: dict[tuple[Client, str], list[int]] = {}
+        for number, which in enumerate(objects.which.tolist()):
+            target = objects.handles[which]
+            members.setdefault((target.client, target.name), []).append(number)
+        groups: dict[Client, _Group] = {}
+        for (client, name), numbers in members.items():
+            numbers.sort(key=lambda number: offsets[number])
+            runs = _runs(numbers, offsets, lengths, _RUN_BYTES if is_read else 1 << 62)
+            if not is_read and (len(runs) > 1 or offsets[numbers[0]] > 0):
+                gap = offsets[runs[-1][0]]
+                raise Unsuitable(f"{name} is written whole, so what is before byte {gap} as well")
+            group = groups.setdefault(client, _Group(client, [], [], []))
+            for run in runs:
+                parts = [views[number] for number in run]
+                group.pieces.append(run)
+                if is_read:
+                    group.reads.append(Read(name, offsets[run[0]], parts))
+                else:
+                    group.writes.append(Write(name, parts))
+        return _Prepared(lengths, list(groups.values()))
 
     def piece_count(self, prepared: _Prepared) -> int:
         return len(prepared.lengths)
@@ -167,24 +173,18 @@ class S3Transfers(BlockingTransfers):
     def move(self, prepared: _Prepared, results: Results, stop: Stop) -> str:
         detail = ""
         for group in prepared.groups:
-            if stop.is_set():
-                break
-            if isinstance(group, _Reads):
-                outcomes = read_many(group.client, group.reads, lambda: stop)
-                for piece, outcome in zip(group.pieces, outcomes, strict=True):
-                    wanted = prepared.lengths[piece]
-                    if outcome.ok and outcome.nbytes < wanted:
-                        results[piece] = -errno.ENODATA
-                        detail = detail or f"{outcome.nbytes} of {wanted} bytes are in the object"
-                    else:
-                        results[piece] = _result(outcome, wanted, stop)
-                        detail = detail or outcome.detail
-                continue
-            outcomes = write_many(group.client, group.writes, lambda: stop, replacing=True)
-            for members, outcome in zip(group.pieces, outcomes, strict=True):
-                for piece in members:
-                    results[piece] = _result(outcome, prepared.lengths[piece], stop)
-                detail = detail or outcome.detail
+            outcomes = (
+                read_many(group.client, group.reads, lambda: stop)
+                if group.reads
+                else write_many(group.client, group.writes, lambda: stop, replacing=True)
+            )
+            for run, outcome in zip(group.pieces, outcomes, strict=True):
+                left = outcome.nbytes
+                for piece in run:
+                    results[piece] = _result(outcome, prepared.lengths[piece], left, stop)
+                    if results[piece] < 0 and not detail:
+                        detail = outcome.detail or f"the object ends after {outcome.nbytes} bytes"
+                    left -= prepared.lengths[piece]
         return detail
 
     def close(self) -> None:
@@ -215,31 +215,26 @@ class S3Transfers(BlockingTransfers):
         return _Object(client, name)
 
 
-def _plan_writes(
-    local: Sequence[memoryview], remote: Sequence[_Object], offsets: Sequence[int]
-) -> list[_Writes]:
-    members: dict[tuple[Client, str], list[int]] = {}
-    for number, target in enumerate(remote):
-        members.setdefault((target.client, target.name), []).append(number)
-    groups: dict[Client, _Writes] = {}
-    for (client, name), numbers in members.items():
-        order = sorted(numbers, key=lambda number: offsets[number])
-        at = 0
-        for number in order:
-            if offsets[number] != at:
-                raise Unsuitable(
-                    f"an object is written whole: of {name} bytes {at} to {offsets[number]} are not"
-                )
-            at += local[number].nbytes
-        group = groups.setdefault(client, _Writes(client, [], []))
-        group.writes.append(Write(name, [local[number] for number in order]))
-        group.pieces.append(order)
-    return list(groups.values())
+def _runs(
+    numbers: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], nbytes_max: int
+) -> list[list[int]]:
+    """Pieces of one object, in its order, in runs without gaps of about `nbytes_max` at most."""
+    runs: list[list[int]] = []
+    end, room = -1, 0
+    for number in numbers:
+        if offsets[number] != end or room < lengths[number]:
+            runs.append([])
+            room = nbytes_max
+        runs[-1].append(number)
+        end = offsets[number] + lengths[number]
+        room -= lengths[number]
+    return runs
 
 
-def _result(outcome: Outcome, nbytes: int, stop: Stop) -> int:
+def _result(outcome: Outcome, nbytes: int, left: int, stop: Stop) -> int:
+    """Of a piece of a run; `left` bytes of the run came from this piece on."""
     if outcome.ok:
-        return nbytes
+        return nbytes if left >= nbytes else -errno.ENODATA
     if outcome.status is Status.RETRY and stop.left_s() <= 0:
         return -errno.ETIMEDOUT
     if outcome.status is Status.RETRY and stop.is_set():
