@@ -114,6 +114,8 @@ class S3Backend(Backend):
             for number, found in zip(large, asked, strict=True):
                 if found.ok:
                     outcomes[number] = Outcome(Status.OK)
+                elif found.status is Status.RETRY:  # nor would the server take the bytes
+                    outcomes[number] = found
             left = [number for number, outcome in enumerate(outcomes) if outcome is None]
             writes = [Write(names[number], [_bytes(sources[number])]) for number in left]
             stored = write_many(self._client, writes, self._limit, replacing=False)

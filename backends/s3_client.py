@@ -343,6 +343,7 @@ class Gate:
         self._most = limit
         self._limit = float(limit)
         self._inside = 0
+        self._shrunk_s = float("-inf")
         self._changed = threading.Condition()
 
     @property
@@ -367,9 +368,12 @@ class Gate:
             self._changed.notify()
 
     def shrink(self) -> None:
-        """The server has too much to do."""
+        """The server has too much to do; halves the limit once for all that hear of it together."""
         with self._changed:
-            self._limit = max(1.0, self._limit / 2)
+            now_s = time.monotonic()
+            if now_s - self._shrunk_s >= _SLOW_DOWN_S:
+                self._shrunk_s = now_s
+                self._limit = max(1.0, self._limit / 2)
 
     def went_well(self) -> None:
         """One more after as many good answers as may be under way, as TCP grows its window."""
@@ -461,7 +465,8 @@ def _read_reply(
 ) -> Reply:
     status = response.status
     code, detail = "", ""
-    if status >= 300 or b"<Error>" in body[:200]:  # a completed upload fails with 200
+    # An upload that fails at its end does so with 200, behind the blanks that kept it waiting.
+    if status >= 300 or b"<Error>" in body.lstrip()[:200]:
         found, message = _CODE.search(body), _MESSAGE.search(body)
         code = unescape(found[1].decode(errors="replace")) if found else ""
         said = unescape(message[1].decode(errors="replace")) if message else ""

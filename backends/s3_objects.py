@@ -131,19 +131,25 @@ def list_all(client: Client, prefix: str, limit: Limit) -> Iterator[list[Listed]
             raise OSError(f"s3://{client.place.bucket}: cannot be listed: {reply.detail}")
         try:
             tree = xml.fromstring(reply.body)
-        except xml.ParseError as error:
+            space = tree.tag.partition("}")[0] + "}" if tree.tag.startswith("{") else ""
+            found = _listed(tree, space)
+        except (xml.ParseError, ValueError) as error:
             raise OSError(f"s3://{client.place.bucket}: not a list: {error}") from error
-        space = tree.tag.partition("}")[0] + "}" if tree.tag.startswith("{") else ""
-        yield [
-            Listed(
-                unquote(entry.findtext(f"{space}Key", "")), int(entry.findtext(f"{space}Size", "0"))
-            )
-            for entry in tree.iter(f"{space}Contents")
-        ]
+        yield found
         token = tree.findtext(f"{space}NextContinuationToken")
         if tree.findtext(f"{space}IsTruncated") != "true" or not token:
             return
         query = {**query, "continuation-token": token}
+
+
+def _listed(tree: xml.Element, space: str) -> list[Listed]:
+    return [
+        Listed(
+            unquote(entry.findtext(f"{space}Key", "")),
+            int(entry.findtext(f"{space}Size", "0")),
+        )
+        for entry in tree.iter(f"{space}Contents")
+    ]
 
 
 def _each(client: Client, jobs: Sequence[Callable[[Stop], Outcome]], limit: Limit) -> list[Outcome]:
@@ -217,8 +223,9 @@ def _write(client: Client, write: Write, replacing: bool, stop: Stop) -> Outcome
 
 def _head(client: Client, name: str, stop: Stop) -> Outcome:
     reply = client.request(Request("HEAD", name), stop)
-    if reply.status == 200:
-        return Outcome(Status.OK, int(reply.headers.get("content-length", "0")))
+    length = reply.headers.get("content-length", "")
+    if reply.status == 200 and length.isdecimal():
+        return Outcome(Status.OK, int(length))
     return _fault(reply)
 
 

@@ -18,10 +18,12 @@ import pytest
 
 from kvtier.backends import s3_objects
 from kvtier.backends.s3 import S3Backend, S3Options
+from kvtier.backends.s3_client import Gate
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.testing.backend_suite import KEYS, get, put, record
 from kvtier.testing.fault_proxy import Fault, FaultProxy
 from kvtier.testing.seaweedfs import SeaweedFS
+from kvtier.transfer import Stop
 from kvtier.types import ChunkKey, Outcome, Status
 
 LIMIT_S = 0.4  # time of one request where it is meant to run out
@@ -136,14 +138,25 @@ def test_an_overload_shrinks_the_crowd_for_a_while(proxy: FaultProxy, tmp_path: 
     with open_s3(proxy.endpoint, tmp_path, concurrency=16) as backend:
         assert not any(backend.contains(keys))
         assert proxy.requests_at_once_max > 4
-        proxy.inject(Fault.SLOW_DOWN, count=16)
-        assert not any(backend.contains(keys[:16]))
-        proxy.heal()
-        backend.contains(keys[:8])
-        assert proxy.requests_at_once_max <= 8
+        proxy.inject(Fault.SLOW_DOWN, count=8)
+        assert not any(backend.contains(keys[:8]))
+        assert backend._client.concurrency < 12
         for _ in range(4):
             backend.contains(keys)
         assert backend._client.concurrency == 16
+
+
+def test_no_more_go_in_than_the_gate_allows() -> None:
+    at_once = Stop(time.monotonic())
+    gate = Gate(8)
+    gate.shrink()
+    gate.shrink()  # told together, shrunk once
+    assert [gate.enter(at_once) for _ in range(5)] == [True] * 4 + [False]
+    gate.leave()
+    assert gate.enter(at_once)
+    for _ in range(100):
+        gate.went_well()
+    assert gate.limit == 8
 
 
 def test_retry_after_is_honoured(proxy: FaultProxy, tmp_path: Path) -> None:
