@@ -23,6 +23,13 @@ from pathlib import Path
 from typing import Self
 
 _START_S_MAX = 60.0
+# A server must not outlive the tests, however they end: then the shell's input does.
+_KEEPER = """
+"$@" >>"$LOG" 2>&1 </dev/null &
+echo $!
+read -r _
+kill -9 $! 2>/dev/null
+"""
 _GRPC_OFFSET = 10_000  # where its parts look for each other: the port of each plus this
 
 
@@ -35,11 +42,12 @@ class SeaweedFS:
 
     def __init__(self, folder: Path) -> None:
         """Keeps its files under `folder`; `start` starts it, again after `kill` too."""
-        self._folder = folder
+        self._folder = folder.resolve()
         self._ports = dict(
             zip(("s3", "master", "volume", "filer", "admin"), _free_ports(5), strict=True)
         )
-        self._process: subprocess.Popen[bytes] | None = None
+        self._keeper: subprocess.Popen[str] | None = None
+        self._pid = 0
 
     @property
     def endpoint(self) -> str:
@@ -54,8 +62,8 @@ class SeaweedFS:
     @property
     def pid(self) -> int:
         """Of the running process."""
-        assert self._process is not None, "start comes first"
-        return self._process.pid
+        assert self._keeper is not None, "start comes first"
+        return self._pid
 
     @property
     def environ(self) -> Mapping[str, str]:
@@ -95,23 +103,29 @@ class SeaweedFS:
         environ["AWS_ACCESS_KEY_ID"] = self.access_key
         environ["AWS_SECRET_ACCESS_KEY"] = self.secret_key
         log = self._folder / "log"
-        with open(log, "ab") as output:
-            self._process = subprocess.Popen(
-                command, stdout=output, stderr=output, env=environ, cwd=self._folder
-            )
+        environ["LOG"] = str(log)
+        self._keeper = subprocess.Popen(
+            ["/bin/sh", "-c", _KEEPER, "sh", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ,
+            cwd=self._folder,
+        )
+        assert self._keeper.stdout is not None
+        self._pid = int(self._keeper.stdout.readline())
         ends_s = time.monotonic() + _START_S_MAX
         while not self._serves():
-            if self._process.poll() is not None or time.monotonic() > ends_s:
-                self.close()
+            if not _runs(self._pid) or time.monotonic() > ends_s:
+                self.kill()
                 raise RuntimeError(f"SeaweedFS did not come up: {log.read_text()[-2000:]}")
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End it at once, as a crash does."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        """End it at once, as a crash does; again, it does nothing."""
+        if self._keeper is not None:
+            self._keeper.communicate()  # closes its input
+            self._keeper = None
 
     def pause(self) -> None:
         """Let it hang: its sockets stay open and say nothing."""
@@ -121,21 +135,12 @@ class SeaweedFS:
         """Let it go on."""
         os.kill(self.pid, signal.SIGCONT)
 
-    def close(self) -> None:
-        """End it; again, it does nothing."""
-        if self._process is not None:
-            self.resume()
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(5.0)
-            self.kill()
-
     def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
+        self.kill()
 
     def _serves(self) -> bool:
         """Whether its bucket is there; 403 is its answer to one who does not sign."""
@@ -147,6 +152,15 @@ class SeaweedFS:
             return False
         finally:
             connection.close()
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return False
+    return state != "Z"
 
 
 def _find_weed() -> Path:

@@ -11,7 +11,7 @@ from kvtier.testing.seaweedfs import SeaweedFS
 
 class TestS3Backend(BackendSuite):
     knows_use_order = False
-    model_examples = 6
+    model_examples = 4
 
     @pytest.fixture(autouse=True)
     def _server(self, seaweedfs: SeaweedFS) -> None:

@@ -269,17 +269,18 @@ def test_tls_goes_the_same_way_and_is_verified(
             outcome, _ = get(backend, KEYS[0])
             assert (outcome.status, "CERTIFICATE" in outcome.detail) == (Status.FAILED, True)
         monkeypatch.setenv("AWS_CA_BUNDLE", certificate)
-        with open_s3(proxy.endpoint, tmp_path, timeout_s=5.0) as backend:
+        with open_s3(proxy.endpoint, tmp_path, timeout_s=20.0) as backend:
             assert put(backend, KEYS[:2], 9 << 20) == [Status.OK] * 2
             targets = [bytearray(9 << 20), bytearray(9 << 20)]
             backend.get(KEYS[:2], [memoryview(target) for target in targets])
             assert targets == [record(key, 9 << 20) for key in KEYS[:2]]
             proxy.inject(Fault.TRUNCATED, count=1)
             assert get(backend, KEYS[0], 9 << 20)[1] == record(KEYS[0], 9 << 20)
+        with open_s3(proxy.endpoint, tmp_path, timeout_s=LIMIT_S) as backend:
             proxy.inject(Fault.TRICKLE)
             begin_s = time.monotonic()
             assert get(backend, KEYS[0], 9 << 20)[0].status is Status.RETRY
-            assert time.monotonic() - begin_s < 2 * BOUND_S
+            assert time.monotonic() - begin_s < BOUND_S
 
 
 # ---- large objects
@@ -398,7 +399,7 @@ def test_a_server_that_dies_hangs_or_comes_later_is_a_passing_fault(tmp_path: Pa
                     assert [outcome.status for outcome in outcomes] == [Status.OK] * 4
                     assert targets == right
             finally:
-                server.close()
+                server.kill()
 
 
 # ---- nothing is left behind

@@ -281,7 +281,7 @@ def test_a_bucket_out_of_reach_holds_up_no_lookup_and_no_store(
 ) -> None:
     with Engine(proxy.endpoint, tmp_path) as first:
         first.store(prompt(1024))
-    settings = {"timeout_s": 2.0, "ask_timeout_s": 0.05, "close_timeout_s": 0.5}
+    settings = {"timeout_s": 1.0, "ask_timeout_s": 0.05, "close_timeout_s": 0.5}
     with Engine(proxy.endpoint, tmp_path, **settings) as second:
         proxy.inject(fault)
         begin_s = time.monotonic()
