@@ -30,6 +30,8 @@ class Capabilities:
     """Buffers at multiples of this many bytes avoid a bounce copy; others still work."""
     batch_max: int = 1024
     """Most keys in one call."""
+    shared: bool = False
+    """Others store here too, so what it holds is found by asking for keys, not by `scan`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,10 +53,12 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """A load that is not done by then is a miss."""
     lease_s: float = 60.0
     """How long a lookup's hit stays put unless released sooner."""
+    ask_timeout_s: float = 0.2
+    """How long a lookup waits for tiers that others store in too; 0 never asks them."""
     write_back: bool = True
-    """Copy every stored chunk down to the next tier in the background."""
+    """Copy every stored chunk in the background to the next tier and to all that others share."""
     write_back_queue: int = 2 * 1024**3
-    """Most bytes waiting to be written down; beyond it chunks stay in memory only."""
+    """Most bytes waiting to be written down, per tier; beyond it chunks stay in memory only."""
     load_queue_max: int = 64
     """Most loads waiting; beyond it a load is a miss at once."""
     close_timeout_s: float = 30.0
@@ -172,7 +174,7 @@ def _check(config: Config) -> Config:
     for i, tier in enumerate(config.tiers):
         if tier.capacity <= 0:
             raise ConfigError(f"tiers.{i}.capacity: {tier.capacity}, expected more than 0")
-    for name in ("load_timeout_s", "lease_s", "close_timeout_s"):
+    for name in ("load_timeout_s", "lease_s", "ask_timeout_s", "close_timeout_s"):
         if getattr(config, name) < 0:
             raise ConfigError(f"{name}: {getattr(config, name)}, expected 0 or more")
     for name in ("copy_threads", "write_back_queue", "load_queue_max", "events_max"):

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.asking import Asker
 from kvtier.backend import Backend
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, TierConfig, load_config
@@ -101,7 +102,7 @@ class KVTier:
                 tiers.append(_open_tier(i, wanted, backends.get(wanted.name or wanted.kind)))
             self.hierarchy = Hierarchy(tiers, clock, self._events, self.metrics, self._apply)
             for opened in tiers[MEMORY + 1 :]:
-                if opened.backend.capabilities.persistent:
+                if opened.backend.capabilities.persistent and not opened.is_shared:
                     self.hierarchy.rebuild(opened)
         except BaseException:
             for opened in tiers:
@@ -129,8 +130,13 @@ class KVTier:
             )
             for tier in tiers[MEMORY + 1 :]
         }
-        below = self._writers.get(MEMORY + 1) if config.write_back else None
+        below = [
+            self._writers[tier.number]
+            for tier in tiers[MEMORY + 1 :]
+            if config.write_back and (tier.number == MEMORY + 1 or tier.is_shared)
+        ]
         self._storer = Storer(self.hierarchy, self.loader, below)
+        self._asker = Asker(self.hierarchy, clock, self.metrics, config.ask_timeout_s)
         self._trim()
 
     @classmethod
@@ -195,26 +201,24 @@ class KVTier:
         """The longest prefix of `tokens` that is held: whole chunks, then whole pages of one more.
 
         What it finds is leased for `lease_s` seconds (default: the setting; 0 takes no lease), so
-        that a load soon after finds it. Cost: one hash a chunk up to the first miss.
+        that a load soon after finds it. Cost: one hash a chunk up to the first miss. Tiers that others
+        store in as well are asked for what follows, for `ask_timeout_s` at most.
 
         Raises:
             ValueError: a token is negative or does not fit 32 bits.
         """
         self._check_open()
         ttl_s = self.config.lease_s if lease_s is None else lease_s
+        self._asker.ask(space, tokens, extras)
         with self._index.lock:
             table = self._index.table
-            run = (
-                table.lookup(space.root, tokens, space.chunk_tokens, space.page_tokens)
-                if not extras
-                else space.find_run(self._index.table, tokens, extras)
-            )
+            run = space.find_run(table, tokens, extras)
             if not len(run):
                 self.metrics.add("lookup_misses")
                 return Hit(space, 0, run, _NO_MASKS, self._tier_names, _NO_SIZES, None)
             masks, sizes = table.tiers(run), table.tokens(run)
             for tier in self.hierarchy.tiers:
-                tier.policy.touch(run)
+                tier.touch(run)
             lease = self._index.lease(run, ttl_s, owner) if ttl_s > 0 else None
         hit = Hit(space, int(sizes.sum()), run, masks, self._tier_names, sizes, lease)
         self.metrics.add("lookup_hits")
@@ -431,7 +435,7 @@ class KVTier:
                     self.hierarchy.memory.used_bytes if tier.number == MEMORY else tier.used_bytes
                 )
                 tiers[tier.name] = {
-                    "chunks": len(tier.policy),
+                    "chunks": len(tier.policy) + len(tier.found),
                     "used_bytes": used,
                     "capacity_bytes": tier.capacity_bytes,
                     "pending_bytes": self._writers[tier.number].pending_bytes
@@ -512,7 +516,7 @@ class KVTier:
                 run = self._load_leases.pop(id(load), None)
                 if run is not None:
                     for tier in self.hierarchy.tiers:
-                        tier.policy.touch(run)
+                        tier.touch(run)
                     self._index.table.release(run)
         finally:
             load.finish()

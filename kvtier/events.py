@@ -29,7 +29,7 @@ class Event:
     keys: tuple[ChunkKey, ...]
     reason: str = ""
     """Why chunks were removed: ``evicted``, ``damaged``, ``cleanup``, ``moved``,
-    ``unreachable``."""
+    ``unreachable``, ``forgotten``."""
 
 
 class EventLog:

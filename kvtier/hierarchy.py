@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -30,6 +31,12 @@ log = logging.getLogger("kvtier")
 MEMORY = 0
 """Number of the memory tier."""
 
+FOUND_MAX = (
+    1 << 18
+)  # per shared tier; 25 MB of index. Beyond it the least recently used are forgotten
+_OF_THE_BOOKS = {"unreachable", "forgotten"}
+"""Reasons for which a shared tier's records leave the books only: others may reach them."""
+
 
 @dataclass(slots=True)
 class Tier:
@@ -41,7 +48,25 @@ class Tier:
     policy: Policy
     capacity_bytes: int
     used_bytes: int = 0
-    """Bytes of the records it holds; memory counts its own, reservations included."""
+    """Bytes of the records it holds; memory counts its own, reservations included. Of a shared tier
+    only those that this process stored."""
+    found: dict[int, None] = field(default_factory=dict)
+    """Of a shared tier: chunks that others stored, oldest use first. They are neither in `used_bytes`
+    nor in the policy, so that no eviction here removes them."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others store in its place too."""
+        return self.backend.capabilities.shared
+
+    def touch(self, run: ChunkNumbers) -> None:
+        """A run of one prefix was used; what is not here is ignored."""
+        self.policy.touch(run)
+        if self.found:
+            for chunk in reversed(run.tolist()):  # the root side outlives its leaves
+                if chunk in self.found:
+                    del self.found[chunk]
+                    self.found[chunk] = None
 
 
 @dataclass(slots=True)
@@ -165,7 +190,7 @@ class Hierarchy:
                 run = self._ancestry(int(chunks[-1]))
                 self._insert(self.tiers[MEMORY], run)
                 for tier in self.tiers[MEMORY + 1 :]:
-                    tier.policy.touch(run)
+                    tier.touch(run)
                 self._emit(EventKind.STORED, MEMORY, numbers(fresh))
             return chunks
 
@@ -188,7 +213,7 @@ class Hierarchy:
         """A run of one prefix was used: tell every tier's policy."""
         with self.index.lock:
             for tier in self.tiers:
-                tier.policy.touch(run)
+                tier.touch(run)
 
     # Tiers below --------------------------------------------------------------------------------
 
@@ -209,15 +234,18 @@ class Hierarchy:
                 self._merge(removals, self._evict(tier, numbers([victim])))
             return Room(tier.used_bytes + nbytes <= limit, removals, bound)
 
-    def publish_below(self, tier: Tier, chunks: ChunkNumbers) -> None:
-        """The tier now holds these leased chunks durably."""
+    def publish_below(
+        self, tier: Tier, chunks: ChunkNumbers, found: frozenset[int] = frozenset()
+    ) -> None:
+        """The tier now holds these leased chunks durably; those in `found` somebody else stored."""
         with self.index.lock:
             table = self.index.table
             # Each once: a chunk that was queued twice may come twice in one batch.
             chunks = numbers(dict.fromkeys(chunks.tolist()))
             fresh = chunks[(table.tiers(chunks) & (1 << tier.number)) == 0]
             table.publish(fresh, tier.number)
-            tier.used_bytes += int(table.nbytes(fresh).sum())
+            tier.found.update((chunk, None) for chunk in fresh.tolist() if chunk in found)
+            tier.used_bytes += int(table.nbytes(_without(fresh, tier.found)).sum())
             runs: list[ChunkNumbers] = []  # whole ones, without those that others contain
             inside: set[int] = set()
             for chunk in reversed(fresh.tolist()):
@@ -227,6 +255,32 @@ class Hierarchy:
             for run in reversed(runs):
                 self._insert(tier, run)
             self._emit(EventKind.STORED, tier.number, fresh)
+
+    def adopt(self, tier: Tier, heads: Sequence[Head]) -> None:
+        """A shared tier was asked and holds these, a run whose beginning is known."""
+        with self.index.lock:
+            table = self.index.table
+            chunks = table.add_linked(
+                b"".join(head.key for head in heads),
+                b"".join(head.parent for head in heads),
+                np.array([head.tokens for head in heads], dtype=np.uint32),
+                np.array([head.record_bytes for head in heads], dtype=np.uint64),
+            )
+            for head, chunk in zip(heads, chunks.tolist(), strict=True):
+                if head.parent == NO_PARENT:
+                    self.index.add_root(head.namespace_id, chunk)
+                else:
+                    self.index.forget_root(chunk)  # one that had lost its parent has it back
+            fresh = chunks[(table.tiers(chunks) & (1 << tier.number)) == 0]
+            table.publish(fresh, tier.number)
+            tier.found.update((chunk, None) for chunk in fresh.tolist())
+            tier.touch(chunks)
+            self._metrics.add(f"found_chunks_{tier.name}", len(fresh))
+            self._events.emit(EventKind.STORED, tier.name, split_keys(table.keys(fresh)))
+            if len(tier.found) > FOUND_MAX:
+                oldest = numbers(islice(tier.found, len(tier.found) - FOUND_MAX))
+                free = oldest[table.leases(oldest) == 0]
+                self._remove_below(self._withdraw(tier, free, "forgotten"))
 
     # Leaving ------------------------------------------------------------------------------------
 
@@ -295,8 +349,10 @@ class Hierarchy:
         """Books and memory of one tier; `chunks` are all held by it."""
         table = self.index.table
         keys = split_keys(table.keys(chunks))
-        nbytes = int(table.nbytes(chunks).sum())
+        nbytes = int(table.nbytes(_without(chunks, tier.found)).sum())
         tier.policy.forget(chunks)
+        for chunk in chunks.tolist() if tier.found else ():
+            tier.found.pop(chunk, None)
         gone = table.withdraw(chunks, tier.number)
         for chunk in gone.tolist():
             self.index.forget_root(chunk)
@@ -304,7 +360,8 @@ class Hierarchy:
             self.memory.remove(keys)
         else:
             tier.used_bytes -= nbytes
-            removals.add(tier.number, keys)
+            if not (tier.is_shared and reason in _OF_THE_BOOKS):
+                removals.add(tier.number, keys)
         self._metrics.add(f"removed_chunks_{tier.name}_{reason}", len(keys))
         self._events.emit(EventKind.REMOVED, tier.name, keys, reason)
 
@@ -344,7 +401,8 @@ class Hierarchy:
 
     def _insert(self, tier: Tier, run: ChunkNumbers) -> None:
         """Tell a tier's policy of a run; of what only other tiers hold it must never hear."""
-        tier.policy.insert(run[(self.index.table.tiers(run) & (1 << tier.number)) != 0])
+        here = run[(self.index.table.tiers(run) & (1 << tier.number)) != 0]
+        tier.policy.insert(_without(here, tier.found))
 
     def _ancestry(self, chunk: int) -> ChunkNumbers:
         """The run from the prompt's start to `chunk`."""
@@ -419,6 +477,12 @@ class Hierarchy:
                 if head.key not in parents:  # a leaf: its whole run is as recent as it
                     self._insert(tier, self._ancestry(chunk))
         self._metrics.add(f"recovered_chunks_{tier.name}", len(kept))
+
+
+def _without(chunks: ChunkNumbers, others: dict[int, None]) -> ChunkNumbers:
+    if not others:
+        return chunks
+    return numbers(chunk for chunk in chunks.tolist() if chunk not in others)
 
 
 def _reachable(parent_of: dict[ChunkKey, bytes]) -> set[bytes]:

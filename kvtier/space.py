@@ -115,6 +115,8 @@ class Space:
         self, table: _core.ChunkIndex, tokens: Tokens, extras: Sequence[Extra]
     ) -> ChunkNumbers:
         """The longest held run of `tokens`; the caller holds the index's lock."""
+        if not extras:
+            return table.lookup(self.root, tokens, self.chunk_tokens, self.page_tokens)
         keys = chunk_keys(self.root, tokens, self.chunk_tokens, extras)
         found = table.find(b"".join(keys))
         run: list[int] = []

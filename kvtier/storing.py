@@ -35,9 +35,9 @@ class StoreResult:
 
 
 class Storer:
-    """Stores runs of chunks; any thread, as `KVTier.store`. `below` is None without write-back."""
+    """Stores runs of chunks; any thread, as `KVTier.store`. All `below` get what is stored."""
 
-    def __init__(self, hierarchy: Hierarchy, loader: Loader, below: WriteBack | None) -> None:
+    def __init__(self, hierarchy: Hierarchy, loader: Loader, below: Sequence[WriteBack]) -> None:
         self._hierarchy = hierarchy
         self._loader = loader
         self._below = below
@@ -123,20 +123,21 @@ class Storer:
         records: Sequence[Descriptor | None],
         chunks: ChunkNumbers,
     ) -> None:
-        """Queue the way down; every lease count that `commit` took ends here or there."""
-        rest = chunks.tolist()
-        if self._below is not None:
-            items = [
-                Pending(chunk, move.head, move.shape, record)
-                for chunk, move, record in zip(rest, moves, records, strict=True)
-                if record is not None
-                and self._hierarchy.memory.locate([move.head.key])[0] == record
-            ]
-            refused = {item.number for item in self._below.offer(items)}
-            queued = {item.number for item in items} - refused
-            rest = [chunk for chunk in rest if chunk not in queued]
-        with self._hierarchy.index.lock:
-            self._hierarchy.index.table.release(numbers(rest))
+        """Queue the way down, with a lease for each; those that `commit` took end here."""
+        items = [
+            Pending(chunk, move.head, move.shape, record)
+            for chunk, move, record in zip(chunks.tolist(), moves, records, strict=True)
+            if record is not None and self._hierarchy.memory.locate([move.head.key])[0] == record
+        ]
+        table, lock = self._hierarchy.index.table, self._hierarchy.index.lock
+        for writer in self._below:
+            with lock:
+                table.lease(numbers(item.number for item in items))
+            refused = writer.offer(items)
+            with lock:
+                table.release(numbers(item.number for item in refused))
+        with lock:
+            table.release(chunks)
 
 
 def _part_counts(moves: Sequence[ChunkMove]) -> list[int]:

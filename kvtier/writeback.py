@@ -334,15 +334,17 @@ class WriteBack:
     def _publish(self, put: _Put) -> None:
         tier = self._tier
         outcomes = put.outcomes.result()
-        stored = []
+        stored, found = [], []
         for item, outcome in zip(put.sealed.batch, outcomes, strict=True):
             if outcome.ok:
                 stored.append(item.number)
+                if tier.is_shared and outcome.nbytes == 0:  # another process was first
+                    found.append(item.number)
             else:
                 self._metrics.add(f"write_back_{outcome.status.value}_{tier.name}")
                 self._warn(f"chunk not stored: {outcome.detail or outcome.status.value}")
         if stored:
-            self._hierarchy.publish_below(tier, numbers(stored))
+            self._hierarchy.publish_below(tier, numbers(stored), frozenset(found))
             self._metrics.add(
                 f"written_bytes_{tier.name}", sum(outcome.nbytes for outcome in outcomes)
             )

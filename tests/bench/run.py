@@ -33,6 +33,8 @@ BENCHES = {
     "file_read": "files:run",
     "file_write": "files:run",
     "file_vs_nixl": "files:run",
+    "s3_get": "s3:run",
+    "s3_put": "s3:run",
     "lookup_hit_array": "lookup:run",
     "lookup_hit_list": "lookup:run",
     "lookup_miss": "lookup:run",
