@@ -32,6 +32,8 @@ class Setting:
     """Interpreter of an environment that has LMCache."""
     lmcache_engine_python: Path | None = None
     """Interpreter of an environment that has vLLM and LMCache."""
+    nixl_python: Path | None = None
+    """Interpreter of an environment that has NIXL."""
 
 
 @dataclass(frozen=True, slots=True)

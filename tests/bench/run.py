@@ -35,6 +35,10 @@ BENCHES = {
     "lookup_hit_list": "lookup:run",
     "lookup_miss": "lookup:run",
     "index_bytes": "index_memory:run",
+    "ucx_tcp_paged": "ucx:run",
+    "ucx_tcp_large": "ucx:run",
+    "ucx_cma_paged": "ucx:run",
+    "ucx_cma_large": "ucx:run",
     "ttft_host": "ttft:run_restart",
     "ttft_disk": "ttft:run_restart",
     "ttft_vs_own": "ttft:run_side_by_side",
@@ -75,6 +79,12 @@ def main() -> int:
         default=os.environ.get("KVTIER_LMCACHE_ENGINE_PYTHON"),
         help="interpreter of one with vLLM and LMCache (or KVTIER_LMCACHE_ENGINE_PYTHON)",
     )
+    parser.add_argument(
+        "--nixl-python",
+        type=Path,
+        default=os.environ.get("KVTIER_NIXL_PYTHON"),
+        help="interpreter of one with NIXL (or KVTIER_NIXL_PYTHON)",
+    )
     arguments = parser.parse_args()
     wanted = [name for name in arguments.only.split(",") if name] or list(BENCHES)
     if unknown := sorted(set(wanted) - set(BENCHES)):
@@ -85,6 +95,7 @@ def main() -> int:
         arguments.threads,
         arguments.lmcache_python,
         arguments.lmcache_engine_python,
+        arguments.nixl_python,
     )
     names_of: dict[str, set[str]] = {}
     for name, target in BENCHES.items():
