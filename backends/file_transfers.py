@@ -142,6 +142,7 @@ class FileTransfers(BlockingTransfers):
     def move(self, prepared: Prepared, results: Results, stop: Stop) -> str:
         flag = StopFlag()
         stop.on_set(flag.set)
+        stop.moved_bytes = lambda: flag.moved_bytes
         moved = self.hand_over(prepared, slice(None), flag)
         words = self.settle(prepared, moved, flag)
         if prepared.is_read:

@@ -83,6 +83,10 @@ class StopFlag:
     def is_set(self) -> bool:
         """Whether it was."""
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the batch's segments that are over, so far."""
+
 class FileEngine:
     """
     Batches of positional reads and writes on open files, cut into segments, `depth` of them in flight. Any thread, several at once.

@@ -206,6 +206,8 @@ class Stop:
         self._ends_s = ends_s
         self._asked = False
         self._hooks: list[Callable[[], object]] = []
+        self.moved_bytes: Callable[[], int] | None = None
+        """Set by a move that fills its results only at its end: how far it is."""
 
     def set(self) -> None:
         """Ask it to end; pieces not begun yet are not begun."""
@@ -337,6 +339,8 @@ class BlockingTransfers(TransferBackend):
             job = self._jobs.get(ticket)
         if job is None or job.results is None:
             return 0
+        if (moved_bytes := job.stop.moved_bytes) is not None:
+            return moved_bytes()
         results = job.results
         return int(results[results > 0].sum())
 

@@ -34,7 +34,7 @@ inline Results to_array(std::vector<std::int64_t> values) {
 /// `transfer` is a member function of `Engine` like `FileEngine::read`.
 template <typename Engine, auto transfer>
 Results run(Engine& engine, Array<std::int32_t> fds, Array<std::uint64_t> offsets,
-            Array<std::uint64_t> addresses, Array<std::uint64_t> lengths, const StopFlag* stop) {
+            Array<std::uint64_t> addresses, Array<std::uint64_t> lengths, StopFlag* stop) {
   const std::size_t count = fds.size();
   if (offsets.size() != count || addresses.size() != count || lengths.size() != count) {
     throw std::invalid_argument(std::to_string(count) + " descriptors, " +

@@ -55,7 +55,9 @@ void bind_file_io(nb::module_& m) {
                        "How a batch that runs is told that nobody waits for it. Any thread.")
       .def(nb::init<>())
       .def("set", &StopFlag::set, "Begin nothing more; it cannot be taken back.")
-      .def_prop_ro("is_set", &StopFlag::is_set, "Whether it was.");
+      .def_prop_ro("is_set", &StopFlag::is_set, "Whether it was.")
+      .def_prop_ro("moved_bytes", &StopFlag::moved_bytes,
+                   "Bytes of the batch's segments that are over, so far.");
   nb::class_<FileEngine>(m, "FileEngine",
                          "Batches of positional reads and writes on open files, cut into segments, "
                          "`depth` of them in flight. Any thread, several at once.")

@@ -26,6 +26,7 @@ struct FileSegment {
   std::byte* address = nullptr;   // of the next byte to move
   std::uint64_t remaining = 0;    // 0 for a sync
   std::uint64_t item_offset = 0;  // of the next byte to move, from the item's start
+  std::uint64_t moved = 0;        // so far
   std::uint32_t retries = 0;      // without progress
   int error = 0;                  // errno that ended it
 };
@@ -39,7 +40,7 @@ bool advance(FileOperation operation, FileSegment& segment, std::int64_t result)
 class FileBatch {
  public:
   FileBatch(FileOperation operation, std::span<const FileTransfer> items,
-            std::uint64_t segment_bytes, std::span<std::int64_t> results, const StopFlag* stop);
+            std::uint64_t segment_bytes, std::span<std::int64_t> results, StopFlag* stop);
 
   FileOperation operation() const { return operation_; }
 
@@ -60,7 +61,7 @@ class FileBatch {
   std::span<const FileTransfer> items_;
   std::uint64_t segment_bytes_;
   std::span<std::int64_t> results_;
-  const StopFlag* stop_;           // none: nobody stops it
+  StopFlag* stop_;                 // none: nobody stops it
   std::size_t item_ = 0;           // being handed out
   std::uint64_t item_offset_ = 0;  // handed out of it so far
   std::size_t in_flight_ = 0;

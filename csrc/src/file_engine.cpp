@@ -65,6 +65,7 @@ bool advance(FileOperation operation, FileSegment& segment, std::int64_t result)
   segment.address += moved;
   segment.item_offset += moved;
   segment.remaining -= moved;
+  segment.moved += moved;
   segment.retries = 0;
   if (segment.remaining == 0) return true;
   if (operation == FileOperation::kRead)
@@ -75,8 +76,7 @@ bool advance(FileOperation operation, FileSegment& segment, std::int64_t result)
 }
 
 FileBatch::FileBatch(FileOperation operation, std::span<const FileTransfer> items,
-                     std::uint64_t segment_bytes, std::span<std::int64_t> results,
-                     const StopFlag* stop)
+                     std::uint64_t segment_bytes, std::span<std::int64_t> results, StopFlag* stop)
     : operation_(operation),
       items_(items),
       segment_bytes_(segment_bytes),
@@ -118,6 +118,7 @@ void FileBatch::give_up() {
 
 void FileBatch::settle(const FileSegment& segment) {
   --in_flight_;
+  if (stop_ != nullptr && segment.error == 0) stop_->add_moved(segment.moved);
   std::int64_t& result = results_[segment.item];
   if (result < 0) return;  // the first error stands
   if (segment.error != 0) {
@@ -144,7 +145,7 @@ class FileEngine::Call {
   Call& operator=(const Call&) = delete;
 
   void run(FileOperation operation, std::span<const FileTransfer> items,
-           std::span<std::int64_t> results, const StopFlag* stop = nullptr) {
+           std::span<std::int64_t> results, StopFlag* stop = nullptr) {
     if (items.size() != results.size()) {
       throw std::invalid_argument(std::to_string(results.size()) + " results for " +
                                   std::to_string(items.size()) + " items");
@@ -191,12 +192,12 @@ FileEngine::FileEngine(std::uint32_t depth, std::uint64_t segment_bytes, FileMet
 FileEngine::~FileEngine() { close(); }
 
 void FileEngine::read(std::span<const FileTransfer> items, std::span<std::int64_t> results,
-                      const StopFlag* stop) {
+                      StopFlag* stop) {
   Call(*this).run(FileOperation::kRead, items, results, stop);
 }
 
 void FileEngine::write(std::span<const FileTransfer> items, std::span<std::int64_t> results,
-                       const StopFlag* stop) {
+                       StopFlag* stop) {
   Call(*this).run(FileOperation::kWrite, items, results, stop);
 }
 

@@ -170,12 +170,12 @@ void GdsEngine::remove_memory(std::uint64_t address) {
 }
 
 void GdsEngine::read(std::span<const FileTransfer> items, std::span<std::int64_t> results,
-                     const StopFlag* stop) {
+                     StopFlag* stop) {
   engine_->read(items, results, stop);
 }
 
 void GdsEngine::write(std::span<const FileTransfer> items, std::span<std::int64_t> results,
-                      const StopFlag* stop) {
+                      StopFlag* stop) {
   engine_->write(items, results, stop);
 }
 

@@ -187,6 +187,23 @@ def test_a_stopped_batch_begins_nothing_more(tmp_path: Path) -> None:
         os.close(each)
 
 
+def test_a_batch_tells_how_many_bytes_it_moved(engine: FileEngine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * (PAGE + 10))
+    fd = os.open(tmp_path / "file", os.O_RDONLY)
+    targets, stop = np.zeros(4 * PAGE, np.uint8), StopFlag()
+    at = address(targets)
+    moved = engine.read(
+        descriptors(fd, fd, -1),
+        sizes(0, PAGE, 0),
+        sizes(at, at + PAGE, at + 2 * PAGE),
+        sizes(PAGE, PAGE, PAGE),
+        stop,
+    )
+    assert results(moved) == [PAGE, 10, -errno.EBADF]
+    assert stop.moved_bytes == PAGE + 10
+    os.close(fd)
+
+
 def test_threads_share_an_engine(engine: FileEngine, tmp_path: Path) -> None:
     def work(number: int) -> None:
         data, target = noise(10 * PAGE + number), np.zeros(10 * PAGE + number, np.uint8)

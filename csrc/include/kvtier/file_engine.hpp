@@ -62,11 +62,11 @@ class FileEngine {
   /// @param stop  once set, no further segment is begun, and an item that lacks one is -ECANCELED
   /// @throws std::invalid_argument closed, sizes differ, or an offset past what files can have
   void read(std::span<const FileTransfer> items, std::span<std::int64_t> results,
-            const StopFlag* stop = nullptr);
+            StopFlag* stop = nullptr);
 
   /// Write each item, like `read`; anything less than its whole length is an error.
   void write(std::span<const FileTransfer> items, std::span<std::int64_t> results,
-             const StopFlag* stop = nullptr);
+             StopFlag* stop = nullptr);
 
   /// Give each file its final size and room on the disk ahead of the writes; 0 or -errno.
   ///

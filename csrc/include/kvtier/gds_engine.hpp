@@ -53,9 +53,9 @@ class GdsEngine {
 
   /// As those of `FileEngine`; items are in known files, and failures may be cuFile's own codes.
   void read(std::span<const FileTransfer> items, std::span<std::int64_t> results,
-            const StopFlag* stop = nullptr);
+            StopFlag* stop = nullptr);
   void write(std::span<const FileTransfer> items, std::span<std::int64_t> results,
-             const StopFlag* stop = nullptr);
+             StopFlag* stop = nullptr);
 
   /// Wait for the calls in progress, forget all files and memory, close the driver; again: nothing.
   void close();
