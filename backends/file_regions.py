@@ -33,8 +33,8 @@ class MemoryHandle:
     """A region of memory of this process."""
 
     address: int
-    is_registered: bool = False
-    """With whatever moves its bytes, if that wants it."""
+    number: int = 0
+    """By which whatever moves its bytes knows it, if it wants to know it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

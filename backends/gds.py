@@ -1,15 +1,15 @@
 """Pieces between GPU or host memory and files by cuFile: GPUDirect Storage.
 
-Plain cuFile calls on threads of the engine's own, over registered memory and files. Files that
-cuFile does not serve, and machines without it, are refused with cuFile's reason; host memory then
-goes by the `posix` backend. Operations ordered on a CUDA stream (cuFileReadAsync) are not used.
+Plain cuFile calls on threads of the engine's own, or operations on CUDA streams of its own, over
+registered memory and files. Files that cuFile does not serve, and machines without it, are refused
+with cuFile's reason; host memory then goes by the `posix` backend.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,9 @@ from kvtier.backends.file_transfers import Engine, FileTransfers, Prepared, rout
 from kvtier.transfer import Results, Unsuitable
 from kvtier.types import Region, RegionKind
 
-THREADS = 16  # calls in flight, of all transfers together
+DEPTH = 16  # calls in flight
 SEGMENT_BYTES = 4 << 20  # of one call
-_OWN_CODES_FROM = 5000  # of cuFile; below are errnos
+_OWN_CODES_FROM = 5000  # of cuFile and CUDA; below are errnos
 
 
 class GdsTransfers(FileTransfers):
@@ -38,47 +38,57 @@ class GdsTransfers(FileTransfers):
         completions: Completions,
         *,
         durable: bool = True,
-        threads: int = THREADS,
+        mode: Literal["threads", "async"] = "threads",
+        depth: int = DEPTH,
         segment_bytes: int = SEGMENT_BYTES,
         fallback: bool = False,
     ) -> None:
         """Open cuFile's driver.
 
-        Where that fails, `fallback` serves host memory by direct I/O instead of raising.
+        `depth` calls of at most `segment_bytes` are in flight: with "threads" of all transfers
+        together, with "async" of each on two streams of its own. "async" serves VRAM only.
+        Where cuFile fails, `fallback` serves host memory by direct I/O instead of raising.
 
         Raises:
-            Unsuitable: there is no cuFile, or it does not work here.
+            Unsuitable: there is no cuFile, it does not work here or cannot do `mode`.
         """
         self._gds: GdsEngine | None = None
         self._reason = ""
         try:
-            self._gds = GdsEngine(threads, segment_bytes, _wheel_path())
+            self._gds = GdsEngine(depth, segment_bytes, _wheel_path(), mode)
         except OSError as error:
             if not fallback:
                 raise Unsuitable(error.strerror or repr(error)) from error
             self._reason = error.strerror or repr(error)
-        disk = FileEngine(threads if self._gds is None else 4, segment_bytes)  # 4: for syncs
+        else:
+            self._reason = self._gds.no_cuda
+        disk = FileEngine(depth if self._gds is None else 4, segment_bytes)  # 4: for syncs
         engine: Engine = disk if self._gds is None else self._gds
-        memory = (RegionKind.DRAM,) if self._gds is None else (RegionKind.DRAM, RegionKind.VRAM)
-        routes = routes_between(memory, (RegionKind.FILE,))
+        memory = [RegionKind.DRAM] if self._gds is None or mode == "threads" else []
+        if not self._reason:
+            memory.append(RegionKind.VRAM)
+        self._memory_kinds = tuple(memory)
+        routes = routes_between(self._memory_kinds, (RegionKind.FILE,))
         super().__init__(completions, engine, disk, routes, durable=durable, bytes_per_s=5e9)
 
     def register_memory(self, region: Region) -> MemoryHandle:
-        if region.kind not in (RegionKind.DRAM, RegionKind.VRAM):
-            raise Unsuitable(f"gds moves between memory and files, not {region.kind.value}")
+        if region.kind is RegionKind.VRAM and self._reason:
+            raise Unsuitable(f"no GPU memory can be served here: {self._reason}")
+        if region.kind not in self._memory_kinds:
+            kinds = " or ".join(kind.value for kind in self._memory_kinds)
+            raise Unsuitable(f"gds moves between {kinds} and files here, not {region.kind.value}")
         if self._gds is None:
-            if region.kind is RegionKind.VRAM:
-                raise Unsuitable(f"CUDA is not available here: {self._reason}")
             return MemoryHandle(region.address)
+        device = region.device if region.kind is RegionKind.VRAM else None
         try:
-            is_registered = self._gds.add_memory(region.address, region.nbytes)
+            number = self._gds.add_memory(region.address, region.nbytes, device)
         except OSError as error:
             raise Unsuitable(error.strerror or repr(error)) from error
-        return MemoryHandle(region.address, is_registered)
+        return MemoryHandle(region.address, number)
 
     def deregister_memory(self, handle: MemoryHandle) -> None:
-        if self._gds is not None and handle.is_registered:
-            self._gds.remove_memory(handle.address)
+        if self._gds is not None:
+            self._gds.remove_memory(handle.address, handle.number)
 
     def add_file(self, handle: FileHandle) -> None:
         if self._gds is None:
@@ -103,11 +113,11 @@ class GdsTransfers(FileTransfers):
         return direct  # cuFile itself sees to pieces that are not aligned
 
     def settle(self, prepared: Prepared, moved: Results, flag: StopFlag) -> dict[int, str]:
-        if self._gds is None:
+        if (gds := self._gds) is None:
             return super().settle(prepared, moved, flag)
         words = {}
         for result in np.unique(moved[moved <= -_OWN_CODES_FROM]).tolist():
-            code, meaning = GdsEngine.meaning(-result)
+            code, meaning = gds.meaning(-result)
             moved[moved == result] = -code
             words[code] = meaning
         return words

@@ -123,14 +123,18 @@ class FileEngine:
 
 class GdsEngine:
     """
-    Batches of reads and writes between files and GPU or host memory by cuFile, cut into segments, on `threads` threads. Any thread, several at once. OSError, with the reason, where cuFile cannot be used.
+    Batches of reads and writes between files and GPU or host memory by cuFile, cut into segments, `depth` of them in flight. Any thread, several at once. OSError, with the reason, where cuFile cannot be used.
     """
 
-    def __init__(self, threads: int = 16, segment_bytes: int = 4194304, wheel_path: str = '') -> None: ...
+    def __init__(self, depth: int = 16, segment_bytes: int = 4194304, wheel_path: str = '', mode: str = 'threads') -> None: ...
 
     @property
     def library_path(self) -> str:
         """The cuFile library in use."""
+
+    @property
+    def no_cuda(self) -> str:
+        """Why GPU memory cannot be served; empty if it can."""
 
     def add_file(self, fd: int) -> None:
         """Make an open file known; it stays open until `remove_file`."""
@@ -138,24 +142,23 @@ class GdsEngine:
     def remove_file(self, fd: int) -> None:
         """Forget a file."""
 
-    def add_memory(self, address: int, nbytes: int) -> bool:
+    def add_memory(self, address: int, nbytes: int, device: int | None = None) -> int:
         """
-        Make memory known; False where it overlaps other memory, and then it works without.
+        Make memory known, of a GPU if `device` says of which; gives its number.
         """
 
-    def remove_memory(self, address: int) -> None:
-        """Undo one `add_memory` that was True."""
+    def remove_memory(self, address: int, number: int) -> None:
+        """Forget memory."""
 
     def read(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], stop: StopFlag | None = None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """
-        As `FileEngine.read`; a failure may be a code of cuFile's own, see `meaning`.
+        As `FileEngine.read`; a failure may be a code of cuFile's or CUDA's, see `meaning`.
         """
 
     def write(self, fds: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], stop: StopFlag | None = None) -> Annotated[NDArray[numpy.int64], dict(shape=(None,))]:
         """As `FileEngine.write`, with codes as `read`."""
 
-    @staticmethod
-    def meaning(code: int) -> tuple[int, str]:
+    def meaning(self, code: int) -> tuple[int, str]:
         """
         The errno nearest to a failure's code, and what the code means in words.
         """

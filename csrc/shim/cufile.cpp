@@ -94,6 +94,13 @@ Library load_one(const std::string& name) {
   need(handle, "cuFileBufDeregister", library.buffer_deregister);
   need(handle, "cuFileRead", library.read);
   need(handle, "cuFileWrite", library.write);
+  const auto want = [&](const char* name, auto& function) {
+    if (!find(handle, name, function)) library.missing_for_streams = name;
+  };
+  want("cuFileStreamRegister", library.stream_register);
+  want("cuFileStreamDeregister", library.stream_deregister);
+  want("cuFileWriteAsync", library.write_async);
+  want("cuFileReadAsync", library.read_async);
   Dl_info where{};
   const bool is_known = dladdr(reinterpret_cast<void*>(library.read), &where) != 0;
   library.path = is_known && where.dli_fname != nullptr ? where.dli_fname : name;
@@ -102,7 +109,7 @@ Library load_one(const std::string& name) {
 
 }  // namespace
 
-Library load(const std::string& wheel_path) {
+Library load(const std::string& wheel_path, const std::string& no_cuda) {
   std::vector<std::string> names;
   if (const char* const chosen = std::getenv("KVTIER_CUFILE_LIBRARY");
       chosen != nullptr && *chosen != '\0') {
@@ -110,9 +117,7 @@ Library load(const std::string& wheel_path) {
   } else {
     // Without CUDA's driver the real library loads, leaves a log file in the working directory and
     // fails: better not to touch it.
-    if (dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL) == nullptr) {
-      throw Missing("no CUDA driver: " + loader_words());
-    }
+    if (!no_cuda.empty()) throw Missing(no_cuda);
     names.emplace_back("libcufile.so.0");
     if (!wheel_path.empty()) names.push_back(wheel_path);
   }

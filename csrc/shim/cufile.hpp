@@ -21,6 +21,7 @@ struct Status {
   int cuda;
 };
 constexpr int kErrorBase = 5000;
+constexpr int kCudaFailed = 5011;
 constexpr int kMemoryAlreadyRegistered = 5023;
 constexpr int kDriverAlreadyOpen = 5026;
 
@@ -35,6 +36,9 @@ struct FileDescription {
   const void* operations;  // none for files of the system
 };
 
+/// That sizes and offsets of operations on a stream are what they are when they are submitted.
+constexpr unsigned kStreamFixedInputs = 1 | 2 | 4;
+
 struct Library {
   Status (*driver_open)() = nullptr;
   Status (*driver_close)() = nullptr;
@@ -47,15 +51,28 @@ struct Library {
                   off_t buffer_offset) = nullptr;
   ssize_t (*write)(Handle handle, const void* base, std::size_t nbytes, off_t file_offset,
                    off_t buffer_offset) = nullptr;
+
+  // Operations on CUDA streams, which came with CUDA 12.2; without one of them there are none.
+
+  Status (*stream_register)(void* stream, unsigned flags) = nullptr;
+  Status (*stream_deregister)(void* stream) = nullptr;
+  /// As `read`, in the stream's order: what the pointers point to lives until then.
+  Status (*read_async)(Handle handle, void* base, std::size_t* nbytes, off_t* file_offset,
+                       off_t* buffer_offset, ssize_t* moved, void* stream) = nullptr;
+  Status (*write_async)(Handle handle, void* base, std::size_t* nbytes, off_t* file_offset,
+                        off_t* buffer_offset, ssize_t* moved, void* stream) = nullptr;
+  std::string missing_for_streams;  // name of the call that is not there; empty if all are
+
   std::string path;
 };
 
 /// The library that KVTIER_CUFILE_LIBRARY names; without it the system's, else `wheel_path`.
 ///
+/// `no_cuda` says why CUDA does not work here, if so: then only a library that is named is tried.
 /// Stays loaded for good, as its threads may outlive every use.
 ///
 /// @throws Missing none can be loaded
-Library load(const std::string& wheel_path);
+Library load(const std::string& wheel_path, const std::string& no_cuda);
 
 /// The errno that says about the same as `code`, a cuFile code or an errno already.
 int errno_of(int code);

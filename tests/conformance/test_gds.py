@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from fake_cufile import build
+from fake_gds import FakeCufile
 
 from kvtier._core import Completions
 from kvtier.backends.gds import GdsTransfers
@@ -21,8 +22,13 @@ class TestGds(TransferSuite):
     numbers: ClassVar[itertools.count[int]] = itertools.count()
 
     @pytest.fixture(autouse=True)
-    def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("KVTIER_CUFILE_LIBRARY", str(build()))
+    def _libraries(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        FakeCufile.install(monkeypatch)
+        fake = FakeCufile()
+        before = fake.held_now(), fake.mistakes()
+        yield
+        fake.reset()
+        assert (fake.held_now(), fake.mistakes()) == before
 
     def make(self, completions: Completions, root: Path) -> TransferBackend:
         return GdsTransfers(completions)
@@ -44,16 +50,25 @@ class TestGds(TransferSuite):
 
 
 class TestVram(TestGds):
+    """Regions of two GPUs in turn."""
+
+    devices: ClassVar[itertools.cycle[int]] = itertools.cycle((0, 1))
+
     def local(self, nbytes: int) -> Place:
-        region, memory = super().local(nbytes)
-        return Place(Region(RegionKind.VRAM, region.address, nbytes), memory)
+        place = super().local(nbytes)
+        return Place(FakeCufile().own(place.region, next(self.devices)), place.source)
+
+
+class TestStreams(TestVram):
+    def make(self, completions: Completions, root: Path) -> TransferBackend:
+        return GdsTransfers(completions, mode="async")
 
 
 class TestFallback(TestGds):
     """Host memory where there is no cuFile."""
 
     @pytest.fixture(autouse=True)
-    def _library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _no_library(self, _libraries: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("KVTIER_CUFILE_LIBRARY", "/nonexistent/libcufile.so")
 
     def make(self, completions: Completions, root: Path) -> TransferBackend:

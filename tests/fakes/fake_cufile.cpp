@@ -7,18 +7,21 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
+
+#include "fake_calls.hpp"
+#include "fake_cuda.hpp"
 
 namespace {
+
+using namespace fake;
 
 struct Status {
   int code;
@@ -35,70 +38,50 @@ struct Description {
 };
 
 constexpr int kInvalid = 5022;
+constexpr int kCudaFailed = 5011;
+constexpr int kOtherContext = 5015;
 constexpr int kMemoryAlreadyRegistered = 5023;
 constexpr int kMemoryNotRegistered = 5024;
 constexpr int kFileNotRegistered = 5027;
 constexpr int kDriverNotInitialised = 5001;
 
-/// Which calls a fault is for; the numbers are the test's.
-enum Call { kDriverOpen, kHandleRegister, kBufferRegister, kRead, kWrite, kCallCount };
-
-struct Fault {
-  int skip = 0;   // calls that go well first
-  int count = 0;  // then as many fail
-  int code = 0;   // an errno, or cuFile's own
-};
-
-struct Fake {
+struct Cufile {
   std::mutex mutex;
-  std::condition_variable changed;
   std::map<std::uintptr_t, int> handles;  // a number of ours -> a cached descriptor
   std::map<std::uintptr_t, std::size_t> buffers;
+  std::map<void*, unsigned> streams;  // and what is said of them
   std::uintptr_t next_handle = 1;
   int drivers = 0;
-  int mistakes = 0;
-  std::int64_t calls[kCallCount] = {};
-  Fault faults[kCallCount];
   std::size_t most_bytes = std::numeric_limits<std::size_t>::max();
-  bool is_held = false;
-  int waiting = 0;
 };
 
-Fake& fake() {
-  static Fake instance;
+Cufile& cufile() {
+  static Cufile instance;
   return instance;
 }
 
-/// The code with which this call is to fail, or 0. Under the lock.
-int fault_of(Call call) {
-  ++fake().calls[call];
-  Fault& fault = fake().faults[call];
-  if (fault.count == 0) return 0;
-  if (fault.skip > 0) {
-    --fault.skip;
-    return 0;
-  }
-  --fault.count;
-  return fault.code;
+/// What is wrong with the context in which `address` is used, or 0; host memory needs none.
+int wrong_context(std::uintptr_t address, int device) {
+  const int owner = device_at(address);
+  return owner == kNoDevice || owner == device ? 0 : kOtherContext;
 }
 
-/// A descriptor for one call, or a code below 0.
-int begin(Call call, std::uintptr_t handle, std::uintptr_t base, std::size_t& nbytes,
-          off_t buffer_offset) {
-  std::unique_lock lock(fake().mutex);
-  if (fake().is_held) {
-    ++fake().waiting;
-    fake().changed.notify_all();
-    fake().changed.wait(lock, [] { return !fake().is_held; });
-    --fake().waiting;
+/// A descriptor for one call in the context of `device`, or a code below 0.
+int begin(Call call, void* handle, const void* address, std::size_t& nbytes, off_t buffer_offset,
+          int device) {
+  pass();
+  const auto base = reinterpret_cast<std::uintptr_t>(address);
+  if (const int code = wrong_context(base + static_cast<std::size_t>(buffer_offset), device)) {
+    return -code;
   }
-  if (fake().drivers == 0) return -kDriverNotInitialised;
-  const auto found = fake().handles.find(handle);
-  if (found == fake().handles.end()) return -kFileNotRegistered;
+  const std::lock_guard lock(cufile().mutex);
+  if (cufile().drivers == 0) return -kDriverNotInitialised;
+  const auto found = cufile().handles.find(reinterpret_cast<std::uintptr_t>(handle));
+  if (found == cufile().handles.end()) return -kFileNotRegistered;
   // Memory that is registered must be named by its base.
-  for (const auto& [start, length] : fake().buffers) {
+  for (const auto& [start, length] : cufile().buffers) {
     const bool is_in = base >= start && base < start + length;
-    if (is_in && base != start) ++fake().mistakes;
+    if (is_in && base != start) mistake();
     if (base == start && static_cast<std::size_t>(buffer_offset) + nbytes > length) {
       return -kInvalid;
     }
@@ -108,8 +91,21 @@ int begin(Call call, std::uintptr_t handle, std::uintptr_t base, std::size_t& nb
     errno = code;
     return -1;
   }
-  nbytes = std::min(nbytes, fake().most_bytes);
+  nbytes = std::min(nbytes, cufile().most_bytes);
   return found->second;
+}
+
+ssize_t read_from(void* handle, void* base, std::size_t nbytes, off_t file_offset,
+                  off_t buffer_offset, int device) {
+  const int fd = begin(kRead, handle, base, nbytes, buffer_offset, device);
+  return fd < 0 ? fd : pread(fd, static_cast<char*>(base) + buffer_offset, nbytes, file_offset);
+}
+
+ssize_t write_to(void* handle, const void* base, std::size_t nbytes, off_t file_offset,
+                 off_t buffer_offset, int device) {
+  const int fd = begin(kWrite, handle, base, nbytes, buffer_offset, device);
+  if (fd < 0) return fd;
+  return pwrite(fd, static_cast<const char*>(base) + buffer_offset, nbytes, file_offset);
 }
 
 }  // namespace
@@ -117,119 +113,148 @@ int begin(Call call, std::uintptr_t handle, std::uintptr_t base, std::size_t& nb
 extern "C" {
 
 Status cuFileDriverOpen() {
-  const std::lock_guard lock(fake().mutex);
-  if (const int code = fault_of(kDriverOpen)) return {code, code == 5011 ? 100 : 0};
-  ++fake().drivers;
+  const std::lock_guard lock(cufile().mutex);
+  if (const int code = fault_of(kDriverOpen)) return {code, code == kCudaFailed ? 100 : 0};
+  ++cufile().drivers;
   return {0, 0};
 }
 
 Status cuFileDriverClose_v2() {
-  const std::lock_guard lock(fake().mutex);
-  if (fake().drivers == 0 || !fake().handles.empty() || !fake().buffers.empty()) {
-    ++fake().mistakes;
+  const std::lock_guard lock(cufile().mutex);
+  if (cufile().drivers == 0 || !cufile().handles.empty() || !cufile().buffers.empty() ||
+      !cufile().streams.empty()) {
+    mistake();
   }
-  --fake().drivers;
+  --cufile().drivers;
   return {0, 0};
 }
 
 Status cuFileHandleRegister(void** handle, Description* description) {
-  const std::lock_guard lock(fake().mutex);
+  const std::lock_guard lock(cufile().mutex);
   if (const int code = fault_of(kHandleRegister)) return {code, 0};
-  if (fake().drivers == 0) return {kDriverNotInitialised, 0};
+  if (cufile().drivers == 0) return {kDriverNotInitialised, 0};
   if (description->type != 1 || description->operations != nullptr) return {kInvalid, 0};
   // Through the cache, so that any offset and length will do, as with the real one.
   const std::string path = "/proc/self/fd/" + std::to_string(description->file.fd);
   int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return {5018, 0};
-  const std::uintptr_t number = fake().next_handle++;
-  fake().handles[number] = fd;
+  const std::uintptr_t number = cufile().next_handle++;
+  cufile().handles[number] = fd;
   *handle = reinterpret_cast<void*>(number);
   return {0, 0};
 }
 
 void cuFileHandleDeregister(void* handle) {
-  const std::lock_guard lock(fake().mutex);
-  const auto found = fake().handles.find(reinterpret_cast<std::uintptr_t>(handle));
-  if (found == fake().handles.end()) {
-    ++fake().mistakes;
+  const std::lock_guard lock(cufile().mutex);
+  const auto found = cufile().handles.find(reinterpret_cast<std::uintptr_t>(handle));
+  if (found == cufile().handles.end()) {
+    mistake();
     return;
   }
   close(found->second);
-  fake().handles.erase(found);
+  cufile().handles.erase(found);
 }
 
 Status cuFileBufRegister(const void* base, std::size_t nbytes, int flags) {
-  const std::lock_guard lock(fake().mutex);
+  const std::lock_guard lock(cufile().mutex);
   if (const int code = fault_of(kBufferRegister)) return {code, 0};
-  if (fake().drivers == 0) return {kDriverNotInitialised, 0};
+  if (cufile().drivers == 0) return {kDriverNotInitialised, 0};
   if (flags != 0 || base == nullptr) return {kInvalid, 0};
   const auto start = reinterpret_cast<std::uintptr_t>(base);
-  for (const auto& [other, length] : fake().buffers) {
+  if (const int code = wrong_context(start, current_device())) return {code, 0};
+  for (const auto& [other, length] : cufile().buffers) {
     if (start < other + length && other < start + nbytes) return {kMemoryAlreadyRegistered, 0};
   }
-  fake().buffers[start] = nbytes;
+  cufile().buffers[start] = nbytes;
   return {0, 0};
 }
 
 Status cuFileBufDeregister(const void* base) {
-  const std::lock_guard lock(fake().mutex);
-  if (fake().buffers.erase(reinterpret_cast<std::uintptr_t>(base)) == 1) return {0, 0};
-  ++fake().mistakes;
+  const std::lock_guard lock(cufile().mutex);
+  if (cufile().buffers.erase(reinterpret_cast<std::uintptr_t>(base)) == 1) return {0, 0};
+  mistake();
   return {kMemoryNotRegistered, 0};
 }
 
 ssize_t cuFileRead(void* handle, void* base, std::size_t nbytes, off_t file_offset,
                    off_t buffer_offset) {
-  const int fd = begin(kRead, reinterpret_cast<std::uintptr_t>(handle),
-                       reinterpret_cast<std::uintptr_t>(base), nbytes, buffer_offset);
-  return fd < 0 ? fd : pread(fd, static_cast<char*>(base) + buffer_offset, nbytes, file_offset);
+  return read_from(handle, base, nbytes, file_offset, buffer_offset, current_device());
 }
 
 ssize_t cuFileWrite(void* handle, const void* base, std::size_t nbytes, off_t file_offset,
                     off_t buffer_offset) {
-  const int fd = begin(kWrite, reinterpret_cast<std::uintptr_t>(handle),
-                       reinterpret_cast<std::uintptr_t>(base), nbytes, buffer_offset);
-  if (fd < 0) return fd;
-  return pwrite(fd, static_cast<const char*>(base) + buffer_offset, nbytes, file_offset);
+  return write_to(handle, base, nbytes, file_offset, buffer_offset, current_device());
 }
 
-// What a test says and asks
-// ------------------------------------------------------------------------
+#ifndef FAKE_WITHOUT_STREAMS
 
-/// The calls after the next `skip` of this kind fail, `count` of them, with `code`.
-void fake_fail(int call, int skip, int count, int code) {
-  const std::lock_guard lock(fake().mutex);
-  fake().faults[call] = {skip, count, code};
+Status cuFileStreamRegister(void* stream, unsigned flags) {
+  if (const int code = fault_of(kStreamRegister)) return {code, 0};
+  const std::lock_guard lock(cufile().mutex);
+  if (device_of_stream(stream) == kNoDevice ||
+      !cufile().streams.try_emplace(stream, flags).second) {
+    mistake();
+    return {kInvalid, 0};
+  }
+  return {0, 0};
 }
+
+Status cuFileStreamDeregister(void* stream) {
+  const std::lock_guard lock(cufile().mutex);
+  if (device_of_stream(stream) != kNoDevice && cufile().streams.erase(stream) == 1) return {0, 0};
+  mistake();
+  return {kInvalid, 0};
+}
+
+}  // extern "C"
+
+/// Look at the arguments when the stream comes to them, as the real one may, and not before.
+template <typename Move>
+Status enqueue_call(Call call, Move move, void* handle, void* base, std::size_t* nbytes,
+                    off_t* file_offset, off_t* buffer_offset, ssize_t* moved, void* stream) {
+  if (const int code = fault_of(call)) return {code, code == kCudaFailed ? 700 : 0};
+  const int device = device_of_stream(stream);
+  {
+    const std::lock_guard lock(cufile().mutex);
+    if (device == kNoDevice || !cufile().streams.contains(stream)) return {kInvalid, 0};
+  }
+  if (device != current_device()) return {kOtherContext, 0};
+  enqueue(stream, [=, said = std::tuple(*nbytes, *file_offset, *buffer_offset)] {
+    if (said != std::tuple(*nbytes, *file_offset, *buffer_offset)) mistake();
+    *moved = move(handle, base, *nbytes, *file_offset, *buffer_offset, device);
+  });
+  return {0, 0};
+}
+
+extern "C" {
+
+Status cuFileReadAsync(void* handle, void* base, std::size_t* nbytes, off_t* file_offset,
+                       off_t* buffer_offset, ssize_t* moved, void* stream) {
+  return enqueue_call(kReadAsync, read_from, handle, base, nbytes, file_offset, buffer_offset,
+                      moved, stream);
+}
+
+Status cuFileWriteAsync(void* handle, void* base, std::size_t* nbytes, off_t* file_offset,
+                        off_t* buffer_offset, ssize_t* moved, void* stream) {
+  return enqueue_call(kWriteAsync, write_to, handle, base, nbytes, file_offset, buffer_offset,
+                      moved, stream);
+}
+
+#endif
 
 /// Each call moves at most so many bytes; 0: no bound.
 void fake_short(std::size_t most_bytes) {
-  const std::lock_guard lock(fake().mutex);
-  fake().most_bytes = most_bytes == 0 ? std::numeric_limits<std::size_t>::max() : most_bytes;
+  const std::lock_guard lock(cufile().mutex);
+  cufile().most_bytes = most_bytes == 0 ? std::numeric_limits<std::size_t>::max() : most_bytes;
 }
 
-/// Calls that move bytes wait until they are let go.
-void fake_hold(int is_held) {
-  const std::lock_guard lock(fake().mutex);
-  fake().is_held = is_held != 0;
-  fake().changed.notify_all();
-}
-
-/// Wait until so many calls are held; 0 when none came for a minute.
-int fake_wait_held(int count) {
-  std::unique_lock lock(fake().mutex);
-  return fake().changed.wait_for(lock, std::chrono::seconds(60),
-                                 [count] { return fake().waiting >= count; });
-}
-
-/// Drivers, files and buffers that are open now, mistakes of the caller, and calls so far.
-void fake_counts(std::int64_t* counts) {
-  const std::lock_guard lock(fake().mutex);
-  *counts++ = fake().drivers;
-  *counts++ = static_cast<std::int64_t>(fake().handles.size());
-  *counts++ = static_cast<std::int64_t>(fake().buffers.size());
-  *counts++ = fake().mistakes;
-  for (const std::int64_t calls : fake().calls) *counts++ = calls;
+/// Drivers, files, buffers and streams that are open now.
+void fake_count_cufile(std::int64_t* counts) {
+  const std::lock_guard lock(cufile().mutex);
+  *counts++ = cufile().drivers;
+  *counts++ = static_cast<std::int64_t>(cufile().handles.size());
+  *counts++ = static_cast<std::int64_t>(cufile().buffers.size());
+  *counts++ = static_cast<std::int64_t>(cufile().streams.size());
 }
 }
