@@ -277,8 +277,9 @@ def test_a_read_that_hangs_ends_at_its_deadline_and_is_quiet_later(
 ) -> None:
     """When it goes on it begins nothing: the memory stays as the caller last saw it."""
     file = stage.register(tmp_path / "file", 4 * PAGE)
+    stage.move(Op.READ, [0], [PAGE], file)  # its threads are there: the next one begins in time
     held = hold(stage)
-    ticket = stage.start(Op.READ, [0, PAGE], [PAGE, PAGE], file, deadline_s=0.05)
+    ticket = stage.start(Op.READ, [0, PAGE], [PAGE, PAGE], file, deadline_s=1.0)
     end = stage.ends.wait(ticket, SOON_S)
     assert held.gate.wait_reached()
     assert end.results.tolist() == [-errno.ETIMEDOUT] * 2
