@@ -47,23 +47,23 @@ std::string to_string(const nb::bytes& bytes) { return {bytes.c_str(), bytes.siz
 nb::bytes to_bytes(const std::string& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
 
 void make(UcxEngine* self, std::shared_ptr<Completions> completions, std::string wheel_path,
-          Settings settings, std::uint64_t window_bytes, std::uint32_t window_requests,
-          std::uint64_t request_bytes_max, double drain_s) {
+          Settings settings, bool may_copy_on_host, std::uint64_t window_bytes,
+          std::uint32_t window_requests, std::uint64_t request_bytes_max,
+          std::uint64_t message_bytes_max, double drain_s) {
   const nb::gil_scoped_release unlocked;
-  new (self) UcxEngine({std::move(wheel_path), std::move(settings), window_bytes, window_requests,
-                        request_bytes_max, drain_s},
+  new (self) UcxEngine({std::move(wheel_path), std::move(settings), may_copy_on_host, window_bytes,
+                        window_requests, request_bytes_max, message_bytes_max, drain_s},
                        std::move(completions));
 }
 
-Memory map(UcxEngine& engine, std::uint64_t address, std::uint64_t length) {
-  return {engine.map(address, length)};
+Memory map(UcxEngine& engine, std::uint64_t address, std::uint64_t length, bool is_writable) {
+  return {engine.map(address, length, is_writable)};
 }
 
-Link connect(UcxEngine& engine, const nb::bytes& address, std::int64_t host_pid,
-             std::uint64_t host_start) {
+Link connect(UcxEngine& engine, const nb::bytes& address, std::int64_t host_pid) {
   const std::string copy = to_string(address);
   const nb::gil_scoped_release unlocked;
-  return {engine.connect(copy, host_pid, host_start)};
+  return {engine.connect(copy, host_pid)};
 }
 
 Remote import_remote(UcxEngine& engine, const Link& link, const nb::bytes& packed) {
@@ -105,9 +105,10 @@ void bind_ucx(nb::module_& m) {
                         "One-sided transfers to peers through UCX, on one thread that sleeps when "
                         "nothing moves. Any thread; RuntimeError where UCX does not serve.")
       .def("__init__", &make, "completions"_a, "wheel_path"_a = "", "settings"_a = Settings{},
-           "window_bytes"_a = UcxOptions{}.window_bytes,
+           "may_copy_on_host"_a = true, "window_bytes"_a = UcxOptions{}.window_bytes,
            "window_requests"_a = UcxOptions{}.window_requests,
            "request_bytes_max"_a = UcxOptions{}.request_bytes_max,
+           "message_bytes_max"_a = UcxOptions{}.message_bytes_max,
            "drain_s"_a = UcxOptions{}.drain_s,
            "`settings` are UCX's, without UCX_; the environment's win. UCX is looked for on the "
            "system first, then at `wheel_path`.")
@@ -118,17 +119,16 @@ void bind_ucx(nb::module_& m) {
       .def(
           "address", [](const UcxEngine& engine) { return to_bytes(engine.address()); },
           "How engines elsewhere reach this one.")
-      .def("map", &map, "address"_a, "length"_a, Unlocked(), "Register memory.")
+      .def("map", &map, "address"_a, "length"_a, "is_writable"_a = true, Unlocked(),
+           "Register memory.")
       .def(
-          "unmap", [](UcxEngine& engine, const Memory& memory) { engine.unmap(*memory.it); },
+          "unmap", [](UcxEngine& engine, const Memory& memory) { engine.unmap(memory.it); },
           "memory"_a, Unlocked(), "Release it; no transfer may use it any more.")
       .def(
           "pack",
           [](UcxEngine&, const Memory& memory) { return to_bytes(UcxEngine::pack(*memory.it)); },
           "memory"_a, "What a peer needs to reach the memory.")
-      .def_static("process_start", &UcxEngine::process_start, "pid"_a,
-                  "When a process of this host began, in ticks after boot; 0 if there is none.")
-      .def("connect", &connect, "address"_a, "host_pid"_a = -1, "host_start"_a = 0,
+      .def("connect", &connect, "address"_a, "host_pid"_a = -1,
            "A link to the engine that gave `address`; on this host if `host_pid` is its process.")
       .def("import_remote", &import_remote, "link"_a, "packed"_a,
            "A peer's memory from what its `pack` gave.")

@@ -90,6 +90,9 @@ std::unique_ptr<const Library> load_one(const std::string& name) {
   find(handle, "ucp_mem_unmap", library->mem_unmap);
   find(handle, "ucp_put_nbx", library->put_nbx);
   find(handle, "ucp_get_nbx", library->get_nbx);
+  find(handle, "ucp_worker_set_am_recv_handler", library->worker_set_am_recv_handler);
+  find(handle, "ucp_am_send_nbx", library->am_send_nbx);
+  find(handle, "ucp_ep_query", library->ep_query);
   find(handle, "ucp_request_free", library->request_free);
   find(handle, "ucs_status_string", library->status_string);  // of libucs, which it brings
 

@@ -5,6 +5,8 @@
 // every one begins with a mask that says which fields count, so what newer versions append does
 // not matter. A test compiles these declarations against the real headers and compares them.
 #pragma once
+#include <sys/socket.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -57,6 +59,7 @@ constexpr std::uint64_t kParamFeatures = 1U << 0;
 constexpr std::uint64_t kParamMtWorkersShared = 1U << 5;
 constexpr std::uint64_t kFeatureRma = 1U << 1;
 constexpr std::uint64_t kFeatureWakeup = 1U << 4;
+constexpr std::uint64_t kFeatureAm = 1U << 6;
 struct ContextParams {
   std::uint64_t field_mask;
   std::uint64_t features;
@@ -109,9 +112,16 @@ struct MemoryParams {
 
 constexpr std::uint32_t kOpCallback = 1U << 1;
 constexpr std::uint32_t kOpUserData = 1U << 2;
+constexpr std::uint32_t kOpDatatype = 1U << 3;
 constexpr std::uint32_t kOpFlags = 1U << 4;
 constexpr std::uint32_t kOpMemory = 1U << 8;
 constexpr std::uint32_t kCloseForce = 1U << 0;
+constexpr std::uint32_t kAmSendEager = 1U << 1;
+constexpr std::uint64_t kDatatypeIov = 2;
+struct Iov {
+  void* buffer;
+  std::size_t length;
+};
 struct RequestParams {
   std::uint32_t op_attr_mask;
   std::uint32_t flags;
@@ -123,6 +133,40 @@ struct RequestParams {
   std::uint32_t memory_type;
   void* receive_info;
   Memory memory;
+};
+
+constexpr std::uint64_t kAmParamId = 1U << 0;
+constexpr std::uint64_t kAmParamFlags = 1U << 1;
+constexpr std::uint64_t kAmParamCallback = 1U << 2;
+constexpr std::uint64_t kAmParamArgument = 1U << 3;
+constexpr std::uint32_t kAmWholeMessage = 1U << 0;
+constexpr std::uint64_t kAmReceivedRendezvous = 1U << 17;
+struct AmReceived {
+  std::uint64_t attributes;
+  Endpoint reply_endpoint;
+};
+struct AmHandlerParams {
+  std::uint64_t field_mask;
+  unsigned id;
+  std::uint32_t flags;
+  Status (*callback)(void* argument, const void* header, std::size_t header_length, void* data,
+                     std::size_t length, const AmReceived* received);
+  void* argument;
+};
+
+constexpr std::uint64_t kEndpointTransports = 1U << 3;
+struct Transport {
+  const char* name;
+  const char* device;
+};
+struct EndpointAttributes {
+  std::uint64_t field_mask;
+  char name[32];
+  sockaddr_storage local_address;
+  sockaddr_storage remote_address;
+  Transport* transports;
+  unsigned transport_count;
+  std::size_t transport_bytes;
 };
 
 /// The entry points, as the library has them. Never unloaded: UCX leaves threads and hooks behind.
@@ -157,6 +201,11 @@ struct Library {
                      RemoteKey key, const RequestParams*);
   Request (*get_nbx)(Endpoint endpoint, void* local, std::size_t length, std::uint64_t remote,
                      RemoteKey key, const RequestParams*);
+  Status (*worker_set_am_recv_handler)(Worker worker, const AmHandlerParams*);
+  Request (*am_send_nbx)(Endpoint endpoint, unsigned id, const void* header,
+                         std::size_t header_length, const void* buffer, std::size_t count,
+                         const RequestParams*);
+  Status (*ep_query)(Endpoint endpoint, EndpointAttributes*);
   void (*request_free)(void* request);
   const char* (*status_string)(Status status);
 };

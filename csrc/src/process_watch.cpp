@@ -5,45 +5,42 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <fstream>
 #include <limits>
-#include <sstream>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 
 namespace kvtier {
 
-std::uint64_t process_start(std::int64_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  if (!std::getline(file, line)) return 0;
-  // proc(5): the name, in brackets, may hold brackets and blanks; what follows the last is plain.
-  const std::size_t name_end = line.rfind(')');
-  if (name_end == std::string::npos) return 0;
-  std::istringstream fields(line.substr(name_end + 1));
-  std::string skipped;
-  for (int field = 3; field < 22; ++field) fields >> skipped;
-  std::uint64_t start = 0;
-  fields >> start;
-  return fields ? start : 0;
+std::array<std::uint8_t, 16> random_token() {
+  std::random_device device;
+  std::array<std::uint8_t, 16> token{};
+  for (std::uint8_t& byte : token) byte = static_cast<std::uint8_t>(device());
+  return token;
 }
 
-ProcessWatch::ProcessWatch(std::int64_t pid, std::uint64_t start) : fd_(-1) {
-  if (pid <= 0 || pid > std::numeric_limits<pid_t>::max()) {
-    throw std::runtime_error(std::to_string(pid) + " is no process id");
+ProcessWatch::ProcessWatch(const ProcessMark& mark) : pid_(0), fd_(-1) {
+  if (mark.pid == 0 || mark.pid > std::numeric_limits<pid_t>::max()) {
+    throw std::runtime_error(std::to_string(mark.pid) + " is no process id");
   }
-  fd_ = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0U));
+  pid_ = static_cast<pid_t>(mark.pid);
+  fd_ = static_cast<int>(syscall(SYS_pidfd_open, pid_, 0U));
   if (fd_ < 0) {
-    if (errno == ESRCH) throw std::runtime_error("no process " + std::to_string(pid));
+    if (errno == ESRCH) throw std::runtime_error("no process " + std::to_string(pid_));
     throw std::system_error(errno, std::generic_category(), "pidfd_open");
   }
-  // Looked at only now: whoever the pidfd holds is the one that has this start time.
-  const std::uint64_t found = process_start(pid);
-  if (!is_alive() || (start != 0 && found != start)) {
-    ::close(fd_);
-    throw std::runtime_error("process " + std::to_string(pid) + " is no longer the one meant");
+  // Read only now that the pidfd holds it: whoever has the mark is the one that is held.
+  std::array<std::uint8_t, 16> token{};
+  const iovec ours{token.data(), token.size()};
+  const iovec its{reinterpret_cast<void*>(mark.address), token.size()};
+  const std::int64_t got = read({&ours, 1}, {&its, 1});
+  if (got == static_cast<std::int64_t>(token.size()) && token == mark.token && is_alive()) return;
+  ::close(fd_);
+  if (got == -EPERM || got == -ENOSYS || got == -EACCES) {
+    throw std::system_error(static_cast<int>(-got), std::generic_category(), "process_vm_readv");
   }
+  throw std::runtime_error("process " + std::to_string(pid_) + " is not the one meant");
 }
 
 ProcessWatch::~ProcessWatch() { ::close(fd_); }
@@ -51,6 +48,17 @@ ProcessWatch::~ProcessWatch() { ::close(fd_); }
 bool ProcessWatch::is_alive() const {
   pollfd look{fd_, POLLIN, 0};
   return poll(&look, 1, 0) == 0;
+}
+
+std::int64_t ProcessWatch::read(std::span<const iovec> ours, std::span<const iovec> its) const {
+  const ssize_t bytes = process_vm_readv(pid_, ours.data(), ours.size(), its.data(), its.size(), 0);
+  return bytes < 0 ? -errno : bytes;
+}
+
+std::int64_t ProcessWatch::write(std::span<const iovec> ours, std::span<const iovec> its) const {
+  const ssize_t bytes =
+      process_vm_writev(pid_, ours.data(), ours.size(), its.data(), its.size(), 0);
+  return bytes < 0 ? -errno : bytes;
 }
 
 }  // namespace kvtier

@@ -1,19 +1,31 @@
-// A process of this host, told apart from a later one with the same number.
+// A process of this host: told apart from a later one with its number, and its memory reached.
 #pragma once
+#include <sys/uio.h>
+
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <span>
+#include <string>
 
 namespace kvtier {
 
-/// When the process began, in the kernel's clock ticks after boot; 0 if there is none such.
-std::uint64_t process_start(std::int64_t pid);
+/// Bytes in a process's memory that say who it is.
+struct ProcessMark {
+  std::uint64_t pid;
+  std::uint64_t address;
+  std::array<std::uint8_t, 16> token;
+};
+
+/// Random bytes that stay where they are, for `ProcessMark`.
+std::array<std::uint8_t, 16> random_token();
 
 /// Holds one process by a pidfd, so that its number cannot come to mean another.
 class ProcessWatch {
  public:
-  /// `start` is what `process_start` gave for it; 0 takes whoever has the number now.
-  /// @throws std::runtime_error there is no such process any more
-  /// @throws std::system_error the kernel has no pidfd, or no more descriptors
-  ProcessWatch(std::int64_t pid, std::uint64_t start);
+  /// @throws std::runtime_error the process has ended, or is not the one with the mark
+  /// @throws std::system_error the kernel does not let us watch it, or reach its memory
+  explicit ProcessWatch(const ProcessMark& mark);
   ~ProcessWatch();
   ProcessWatch(const ProcessWatch&) = delete;
   ProcessWatch& operator=(const ProcessWatch&) = delete;
@@ -23,7 +35,15 @@ class ProcessWatch {
   /// Readable once it has ended.
   int fd() const { return fd_; }
 
+  /// Copy between its memory and ours; gives bytes, fewer where its memory ends, or -errno.
+  ///
+  /// One copy, by the kernel on this thread; the process takes no part, it may even be stopped.
+  /// Only while it lives do the bytes mean anything: ask `is_alive` after the last.
+  std::int64_t read(std::span<const iovec> ours, std::span<const iovec> its) const;
+  std::int64_t write(std::span<const iovec> ours, std::span<const iovec> its) const;
+
  private:
+  pid_t pid_;
   int fd_;
 };
 

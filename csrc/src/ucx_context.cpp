@@ -1,5 +1,6 @@
 #include "ucx_context.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -9,10 +10,11 @@
 #include <string_view>
 #include <utility>
 
+#include "packing.hpp"
+
 namespace kvtier {
 namespace {
 
-/// Transports that move bytes by a network device without either processor.
 constexpr std::array<std::string_view, 5> kRdma = {"rc_", "dc_", "ud_", "srd", "gga_"};
 
 /// `transport/device` of each resource, from what UCX prints of a context: no call of its API lists
@@ -37,6 +39,11 @@ std::vector<std::string> list_transports(const ucp::Library& library, ucp::Conte
 
 }  // namespace
 
+bool is_rdma(const std::string& transport) {
+  return std::ranges::any_of(
+      kRdma, [&](std::string_view prefix) { return transport.starts_with(prefix); });
+}
+
 UcxContext::UcxContext(const UcxOptions& options) : library(ucp::load(options.wheel_path)) {
   version = std::to_string(library.major) + "." + std::to_string(library.minor) + "." +
             std::to_string(library.release);
@@ -49,16 +56,13 @@ UcxContext::UcxContext(const UcxOptions& options) : library(ucp::load(options.wh
   }
   ucp::ContextParams params{};
   params.field_mask = ucp::kParamFeatures | ucp::kParamMtWorkersShared;
-  params.features = ucp::kFeatureRma | ucp::kFeatureWakeup;
+  params.features = ucp::kFeatureRma | ucp::kFeatureAm | ucp::kFeatureWakeup;
   params.mt_workers_shared = 1;  // memory is mapped by other threads than the one with the workers
   const ucp::Status status =
       library.init_version(library.major, library.minor, &params, config, &handle);
   library.config_release(config);
   check(status, "UCX does not start");
   transports = list_transports(library, handle);
-  for (const std::string& transport : transports) {
-    for (const std::string_view prefix : kRdma) has_rdma |= transport.starts_with(prefix);
-  }
 }
 
 UcxContext::~UcxContext() {
@@ -69,9 +73,13 @@ void UcxContext::check(ucp::Status status, const std::string& what) const {
   if (status != ucp::kOk) throw std::runtime_error(what + ": " + words(status));
 }
 
-UcxMemory::UcxMemory(std::shared_ptr<const UcxContext> context, std::uint64_t address,
-                     std::uint64_t length)
-    : context_(std::move(context)) {
+UcxMemory::UcxMemory(std::shared_ptr<const UcxContext> context, std::uint64_t its_number,
+                     std::uint64_t its_address, std::uint64_t its_length, bool may_be_written)
+    : number(its_number),
+      address(its_address),
+      length(its_length),
+      is_writable(may_be_written),
+      context_(std::move(context)) {
   ucp::MemoryParams params{};
   params.field_mask = ucp::kMemoryParamAddress | ucp::kMemoryParamLength;
   params.address = reinterpret_cast<void*>(address);
@@ -82,7 +90,7 @@ UcxMemory::UcxMemory(std::shared_ptr<const UcxContext> context, std::uint64_t ad
 
 void UcxMemory::unmap() {
   if (handle_ == nullptr) return;
-  context_->library.mem_unmap(context_->handle, std::exchange(handle_, nullptr));
+  static_cast<void>(context_->library.mem_unmap(context_->handle, std::exchange(handle_, nullptr)));
 }
 
 std::string UcxMemory::pack() const {
@@ -91,7 +99,8 @@ std::string UcxMemory::pack() const {
   std::size_t length = 0;
   context_->check(context_->library.rkey_pack(context_->handle, handle_, &packed, &length),
                   "UCX gives no key to the memory");
-  std::string bytes(static_cast<const char*>(packed), length);
+  std::string bytes =
+      Packer().number(number).part({static_cast<const char*>(packed), length}).take();
   context_->library.rkey_buffer_release(packed);
   return bytes;
 }

@@ -26,19 +26,27 @@ class UcxContext {
   ucp::Context handle = nullptr;
   std::string version;
   std::vector<std::string> transports;
-  bool has_rdma = false;
 };
+
+/// Whether a transport moves bytes by a network device, without either processor.
+bool is_rdma(const std::string& transport);
 
 class UcxMemory {
  public:
-  UcxMemory(std::shared_ptr<const UcxContext> context, std::uint64_t address, std::uint64_t length);
+  UcxMemory(std::shared_ptr<const UcxContext> context, std::uint64_t number, std::uint64_t address,
+            std::uint64_t length, bool is_writable);
   ~UcxMemory() { unmap(); }
   UcxMemory(const UcxMemory&) = delete;
   UcxMemory& operator=(const UcxMemory&) = delete;
 
-  void unmap();
-  std::string pack() const;
+  const std::uint64_t number;  ///< what messages call it; of no other, of this or another engine
+  const std::uint64_t address;
+  const std::uint64_t length;
+  const bool is_writable;
+
   ucp::Memory handle() const { return handle_; }
+  std::string pack() const;
+  void unmap();
 
  private:
   std::shared_ptr<const UcxContext> context_;

@@ -1,10 +1,10 @@
 // The engine as others see it: checks, then hands on to the thread.
 #include "kvtier/ucx_engine.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
-#include "process_watch.hpp"
 #include "ucx_context.hpp"
 #include "ucx_link.hpp"
 #include "ucx_progress.hpp"
@@ -14,16 +14,20 @@ namespace kvtier {
 class UcxEngine::Impl {
  public:
   Impl(const UcxOptions& options, std::shared_ptr<Completions> completions)
-      : context(std::make_shared<UcxContext>(options)),
+      : context(std::make_shared<const UcxContext>(options)),
         progress(context, options, std::move(completions)) {}
 
-  const std::shared_ptr<UcxContext> context;
+  const std::shared_ptr<const UcxContext> context;
   UcxProgress progress;
 };
 
 UcxEngine::UcxEngine(const UcxOptions& options, std::shared_ptr<Completions> completions) {
   if (options.window_bytes == 0 || options.window_requests == 0 || options.request_bytes_max == 0) {
     throw std::invalid_argument("a window of nothing lets nothing through");
+  }
+  if (options.message_bytes_max == 0 || options.message_bytes_max > kUcxMessageMax) {
+    throw std::invalid_argument("messages of " + std::to_string(options.message_bytes_max) +
+                                " bytes, at most " + std::to_string(kUcxMessageMax));
   }
   impl_ = std::make_unique<Impl>(options, std::move(completions));
 }
@@ -33,23 +37,26 @@ UcxEngine::~UcxEngine() = default;
 const std::string& UcxEngine::version() const { return impl_->context->version; }
 const std::string& UcxEngine::library_path() const { return impl_->context->library.path; }
 const std::vector<std::string>& UcxEngine::transports() const { return impl_->context->transports; }
-bool UcxEngine::has_rdma() const { return impl_->context->has_rdma; }
+bool UcxEngine::has_rdma() const { return std::ranges::any_of(transports(), is_rdma); }
 const std::string& UcxEngine::address() const { return impl_->progress.address(); }
 
-std::shared_ptr<UcxMemory> UcxEngine::map(std::uint64_t address, std::uint64_t length) {
-  return std::make_shared<UcxMemory>(impl_->context, address, length);
+std::shared_ptr<UcxMemory> UcxEngine::map(std::uint64_t address, std::uint64_t length,
+                                          bool is_writable) {
+  auto memory = std::make_shared<UcxMemory>(impl_->context, impl_->progress.new_memory_number(),
+                                            address, length, is_writable);
+  impl_->progress.offer(memory);
+  return memory;
 }
 
-void UcxEngine::unmap(UcxMemory& memory) { memory.unmap(); }
+void UcxEngine::unmap(const std::shared_ptr<UcxMemory>& memory) {
+  impl_->progress.withdraw(*memory);
+  memory->unmap();
+}
 
 std::string UcxEngine::pack(const UcxMemory& memory) { return memory.pack(); }
 
-std::uint64_t UcxEngine::process_start(std::int64_t pid) { return kvtier::process_start(pid); }
-
-std::shared_ptr<UcxLink> UcxEngine::connect(const std::string& address, std::int64_t host_pid,
-                                            std::uint64_t host_start) {
-  return impl_->progress.connect(
-      address, host_pid < 0 ? nullptr : std::make_unique<ProcessWatch>(host_pid, host_start));
+std::shared_ptr<UcxLink> UcxEngine::connect(const std::string& address, std::int64_t host_pid) {
+  return impl_->progress.connect(address, host_pid);
 }
 
 std::shared_ptr<UcxRemote> UcxEngine::import_remote(const std::shared_ptr<UcxLink>& link,

@@ -8,10 +8,15 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cmath>
+#include <cstring>
+#include <random>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
+
+#include "packing.hpp"
 
 namespace kvtier {
 namespace {
@@ -19,35 +24,24 @@ namespace {
 constexpr std::size_t kCommandsMax = 4096;  // starts that wait; beyond it they end with EAGAIN
 constexpr int kProgressMax = 32;            // calls in a row before commands are looked at again
 constexpr std::uint32_t kLookRounds = 16;   // busy rounds between two looks at what is asleep
-constexpr int kSleepBusyMs =
-    100;  // with requests in flight: a wakeup that UCX missed costs no more
+constexpr std::uint32_t kIdleRounds = 256;  // without progress before naps
+constexpr int kNapMs = 1;
+constexpr int kSleepBusyMs = 100;  // with requests under way: a wakeup UCX missed costs no more
 constexpr double kDeadlineMaxS = 1e8;
 constexpr double kShutDownS = 1.0;
+constexpr double kWithdrawS = 5.0;
 
-// What an fd of the epoll set belongs to; links are numbered from 1.
+// What an fd of the epoll set belongs to; else to the process of the link with that number.
 constexpr std::uint64_t kCommandsKey = 0;
-constexpr std::uint64_t kMainWorkerKey = 1;
-std::uint64_t worker_key(const UcxLink& link) { return link.number * 2; }
-std::uint64_t process_key(const UcxLink& link) { return link.number * 2 + 1; }
+constexpr std::uint64_t kWorkerKey = ~std::uint64_t{0};
 
-}  // namespace
-
-UcxWorker::UcxWorker(std::shared_ptr<const UcxContext> its_context)
-    : context(std::move(its_context)) {
-  ucp::WorkerParams params{};
-  params.field_mask = ucp::kWorkerParamThreadMode | ucp::kWorkerParamFlags;
-  params.thread_mode = ucp::ThreadMode::kSerialized;
-  params.flags = ucp::kWorkerIgnoreRequestLeak;  // those of a dead peer go down with the worker
-  context->check(context->library.worker_create(context->handle, &params, &handle),
-                 "UCX gives no worker");
-  const ucp::Status status = context->library.worker_get_efd(handle, &efd);
-  if (status != ucp::kOk) {
-    context->library.worker_destroy(handle);
-    throw std::runtime_error("UCX cannot sleep here: " + context->words(status));
-  }
+/// Where numbers begin that must not fit an earlier process's.
+std::uint64_t random_number() {
+  std::random_device device;
+  return (std::uint64_t{device()} << 32) | 1;
 }
 
-UcxWorker::~UcxWorker() { context->library.worker_destroy(handle); }
+}  // namespace
 
 UcxProgress::UcxProgress(std::shared_ptr<const UcxContext> context, const UcxOptions& options,
                          std::shared_ptr<Completions> completions)
@@ -56,19 +50,32 @@ UcxProgress::UcxProgress(std::shared_ptr<const UcxContext> context, const UcxOpt
       options_(options),
       completions_(std::move(completions)),
       commands_(kCommandsMax),
-      epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {
+      epoll_fd_(epoll_create1(EPOLL_CLOEXEC)),
+      token_(random_token()),
+      next_memory_(random_number()),
+      next_connection_(random_number()) {
   if (epoll_fd_ < 0) throw std::system_error(errno, std::generic_category(), "epoll_create1");
   try {
     watch(commands_.fd(), kCommandsKey);
-    main_worker_ = std::make_shared<UcxWorker>(context_);
-    awake_.push_back(main_worker_.get());
-    watch(main_worker_->efd, kMainWorkerKey);
-    ucp::Address address = nullptr;
-    std::size_t length = 0;
-    context_->check(library_.worker_get_address(main_worker_->handle, &address, &length),
-                    "UCX gives no address");
-    address_.assign(reinterpret_cast<const char*>(address), length);
-    library_.worker_release_address(main_worker_->handle, address);
+    worker_ = std::make_shared<UcxWorker>(context_);
+    watch(worker_->efd, kWorkerKey);
+    responder_ = std::make_unique<UcxResponder>(worker_, random_number(), &has_news_);
+    ucp::AmHandlerParams params{};
+    params.field_mask =
+        ucp::kAmParamId | ucp::kAmParamFlags | ucp::kAmParamCallback | ucp::kAmParamArgument;
+    params.id = kUcxMessageId;
+    params.flags = ucp::kAmWholeMessage;
+    params.callback = &on_message;
+    params.argument = this;
+    context_->check(library_.worker_set_am_recv_handler(worker_->handle, &params),
+                    "UCX takes no messages");
+    worker_address_ = worker_->address();
+    address_ = Packer()
+                   .number(static_cast<std::uint64_t>(getpid()))
+                   .number(reinterpret_cast<std::uint64_t>(token_.data()))
+                   .part({reinterpret_cast<const char*>(token_.data()), token_.size()})
+                   .part(worker_address_)
+                   .take();
     thread_ = std::thread([this] { run(); });
   } catch (...) {
     ::close(epoll_fd_);
@@ -94,24 +101,64 @@ auto UcxProgress::call(Function function) -> decltype(function()) {
   return result.get();
 }
 
-std::shared_ptr<UcxLink> UcxProgress::connect(const std::string& address,
-                                              std::unique_ptr<ProcessWatch> process) {
+void UcxProgress::offer(const std::shared_ptr<UcxMemory>& memory) {
+  call([&] { responder_->add(memory); });
+}
+
+void UcxProgress::withdraw(const UcxMemory& memory) {
+  const Clock::time_point give_up = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                       std::chrono::duration<double>(kWithdrawS));
+  try {
+    // UCX ends what is under way to a peer that is cut off, whatever that peer does.
+    while (!call([&] { return responder_->remove(memory.number); }) && Clock::now() < give_up) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } catch (const std::runtime_error&) {
+    // It is closed, so nothing is sent any more.
+  }
+}
+
+std::shared_ptr<UcxLink> UcxProgress::connect(const std::string& address, std::int64_t host_pid) {
+  Unpacker unpacker(address);
+  ProcessMark mark{};
+  mark.pid = unpacker.number<std::uint64_t>();
+  mark.address = unpacker.number<std::uint64_t>();
+  const std::string_view token = unpacker.part();
+  std::string worker_address(unpacker.part());
+  unpacker.end();
+  if (token.size() != mark.token.size() || worker_address.empty()) {
+    throw std::runtime_error("not an address");
+  }
+  std::memcpy(mark.token.data(), token.data(), token.size());
+  std::unique_ptr<ProcessWatch> process;
+  if (host_pid >= 0) {
+    if (static_cast<std::uint64_t>(host_pid) != mark.pid) {
+      throw std::runtime_error("the address is of process " + std::to_string(mark.pid) +
+                               ", not of " + std::to_string(host_pid));
+    }
+    try {
+      if (options_.may_copy_on_host) process = std::make_unique<ProcessWatch>(mark);
+    } catch (const std::system_error&) {
+      // The kernel does not let us at it; it is reached as one elsewhere is.
+    }
+  }
   return call([&] {
-    auto link = std::make_shared<UcxLink>(++link_count_, address, std::move(process));
+    auto link = std::make_shared<UcxLink>(++link_count_, random_number(), std::move(worker_address),
+                                          std::move(process));
     open_connection(*link);
     links_.emplace(link->number, link);
-    if (link->process != nullptr) watch(link->process->fd(), process_key(*link));
+    if (link->process != nullptr) watch(link->process->fd(), link->number);
     return link;
   });
 }
 
 std::shared_ptr<UcxRemote> UcxProgress::import_remote(const std::shared_ptr<UcxLink>& link,
                                                       const std::string& packed) {
+  auto remote = std::make_shared<UcxRemote>(link, packed);
   return call([&] {
     if (!link->closed_because.empty()) throw std::runtime_error(link->closed_because);
     if (link->connection == nullptr) open_connection(*link);
-    auto remote = std::make_shared<UcxRemote>(link, packed);
-    if (key_of(*link->connection, remote) == nullptr) {
+    if (link->connection->way == UcxWay::kRdma && key_of(*link->connection, remote) == nullptr) {
       throw std::runtime_error("UCX does not take the key of the peer's memory");
     }
     return remote;
@@ -165,7 +212,7 @@ void UcxProgress::start(const std::shared_ptr<UcxPrepared>& prepared, std::uint6
   const bool is_closed = pushed == CommandQueue::Pushed::kClosed;
   completions_->push(
       {ticket, std::vector<std::int64_t>(prepared->pieces.size(), is_closed ? -ECANCELED : -EAGAIN),
-       0, true, is_closed ? "closed" : std::to_string(kCommandsMax) + " commands are waiting"});
+       0, true, is_closed ? "closed" : std::to_string(kCommandsMax) + " commands wait"});
 }
 
 void UcxProgress::cancel(std::uint64_t ticket) {
@@ -209,42 +256,35 @@ void UcxProgress::run_once() {
   for (std::size_t i = 0; i < busy_.size();) {
     UcxLink& link = *busy_[i];
     is_more |= issue(link);
-    // `issue` may have failed a link, which takes it out of the list.
-    if (i < busy_.size() && busy_[i] == &link) {
-      if (link.ready.empty()) {
-        busy_.erase(busy_.begin() + static_cast<std::ptrdiff_t>(i));
-      } else {
-        ++i;
-      }
+    // `issue` may have failed the link, which takes it out of the list.
+    if (i >= busy_.size() || busy_[i] != &link) continue;
+    if (link.ready.empty()) {
+      busy_.erase(busy_.begin() + static_cast<std::ptrdiff_t>(i));
+    } else {
+      ++i;
     }
   }
-  const bool moved = progress_workers();
+  const bool moved = progress_worker();
   settle();
-  if (is_more || moved) {
-    if (++rounds_ % kLookRounds == 0) look_at_fds(0);
-    return;
+  if (moved) idle_rounds_ = 0;
+  if (!is_more && !moved) {
+    if (arm_worker()) return look_at_fds(sleep_ms());
+    // It cannot be armed while a peer takes nothing from a full queue in shared memory.
+    if (++idle_rounds_ > kIdleRounds) return look_at_fds(kNapMs);
   }
-  if (arm_workers()) look_at_fds(sleep_ms());
+  if (++rounds_ % kLookRounds == 0) look_at_fds(0);
 }
 
-bool UcxProgress::progress_workers() {
+bool UcxProgress::progress_worker() {
   bool moved = false;
-  for (UcxWorker* const worker : awake_) {
-    for (int i = 0; i < kProgressMax && library_.worker_progress(worker->handle) != 0; ++i) {
-      moved = true;
-    }
+  for (int i = 0; i < kProgressMax && library_.worker_progress(worker_->handle) != 0; ++i) {
+    moved = true;
   }
   return moved;
 }
 
 /// False when something happened meanwhile: then nobody may sleep.
-bool UcxProgress::arm_workers() {
-  std::erase_if(awake_, [this](UcxWorker* worker) {
-    worker->is_awake = library_.worker_arm(worker->handle) != ucp::kOk;
-    return !worker->is_awake;
-  });
-  return awake_.empty();
-}
+bool UcxProgress::arm_worker() { return library_.worker_arm(worker_->handle) == ucp::kOk; }
 
 void UcxProgress::look_at_fds(int timeout_ms) {
   std::array<epoll_event, 32> events{};
@@ -254,30 +294,17 @@ void UcxProgress::look_at_fds(int timeout_ms) {
     const std::uint64_t key = events[static_cast<std::size_t>(i)].data.u64;
     if (key == kCommandsKey) {
       commands_.clear_fd();
-    } else if (key == kMainWorkerKey) {
-      wake(*main_worker_);
-    } else if (const auto found = links_.find(key / 2); found != links_.end()) {
+    } else if (const auto found = links_.find(key); found != links_.end()) {
       UcxLink& link = *found->second;
-      if (key == worker_key(link)) {
-        if (link.connection != nullptr) wake(*link.connection->worker);
-      } else {
-        epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, link.process->fd(), nullptr);
-        fail_link(link, "the peer's process has ended", true);
-      }
-    }
-  }
-  if (count == 0 && timeout_ms != 0) {
-    wake(*main_worker_);
-    for (const auto& [number, link] : links_) {
-      if (link->connection != nullptr && link->connection->requests != 0) {
-        wake(*link->connection->worker);
-      }
+      epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, link.process->fd(), nullptr);
+      fail_link(link, "the peer's process has ended", true);
     }
   }
 }
 
 int UcxProgress::sleep_ms() const {
-  const int most = requests_ != 0 || !closing_.empty() ? kSleepBusyMs : -1;
+  const bool is_busy = requests_ != 0 || !closing_.empty() || responder_->is_answering();
+  const int most = is_busy ? kSleepBusyMs : -1;
   const auto next = deadlines_.next();
   if (!next) return most;
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
@@ -294,12 +321,6 @@ void UcxProgress::watch(int fd, std::uint64_t key) {
   }
 }
 
-void UcxProgress::wake(UcxWorker& worker) {
-  if (worker.is_awake) return;
-  worker.is_awake = true;
-  awake_.push_back(&worker);
-}
-
 void UcxProgress::shut_down() {
   std::vector<UcxJob*> running;
   for (const auto& [ticket, job] : jobs_) {
@@ -308,27 +329,32 @@ void UcxProgress::shut_down() {
   for (UcxJob* const job : running) end(*job, ECANCELED, "closed");
   for (const auto& [number, link] : links_) fail_link(*link, "closed", true);
   links_.clear();
+  responder_->close_all();
   const Clock::time_point give_up = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                                        std::chrono::duration<double>(kShutDownS));
-  wake(*main_worker_);
-  while (!closing_.empty() && Clock::now() < give_up) {
-    progress_workers();
+  while (Clock::now() < give_up) {
+    progress_worker();
     settle();
-    if (!closing_.empty() && arm_workers()) {
-      look_at_fds(10);
-      wake(*main_worker_);
-    }
+    if (closing_.empty() && responder_->is_idle()) break;
+    if (arm_worker()) look_at_fds(10);
   }
-  for (const auto& connection : closing_) release_keys(*connection);
-  awake_.clear();
-  for (const auto& connection : closing_) connection->worker.reset();
-  main_worker_.reset();  // whatever UCX still had is over with this
+  for (const auto& connection : closing_) {
+    release_keys(*connection);
+    connection->endpoint->forget_worker();
+  }
+  responder_->forget_worker();
+  worker_.reset();  // whatever UCX still had is over with this
   for (const auto& [ticket, job] : jobs_) {
-    job->requests = 0;
+    job->requests = job->touching = 0;
     touched_.push_back(ticket);
   }
   closing_.clear();
-  settle();
+  responder_.reset();
+  while (!touched_.empty()) {
+    const auto found = jobs_.find(touched_.back());
+    touched_.pop_back();
+    if (found != jobs_.end()) settle(*found->second);
+  }
   is_shut_ = true;
 }
 

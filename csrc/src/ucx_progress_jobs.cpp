@@ -1,6 +1,8 @@
 // Transfers on the progress thread: requests out, results in, one end each.
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -11,6 +13,7 @@ namespace {
 
 constexpr std::uint64_t kIssueBytes = 2 << 20;  // of one link before others have their turn
 constexpr std::uint64_t kTurnBytes = 1 << 20;   // of one transfer before the link's next has its
+constexpr std::size_t kCopyParts = 256;         // in one call of the kernel, which takes 1024
 
 /// A lost peer shows itself in many ways; what is the caller's or this machine's fault in few.
 int errno_of(ucp::Status status) {
@@ -26,13 +29,22 @@ int errno_of(ucp::Status status) {
   }
 }
 
+/// Whether memory may change, or be read for a change, while it is under way. What a message asks
+/// for is put into memory by our own hand, when the answer is there and the transfer still runs.
+bool may_touch(const UcxRequest& request) {
+  return request.connection->way == UcxWay::kRdma || request.job->prepared->op == UcxOp::kWrite;
+}
+
 }  // namespace
 
-UcxPart* UcxConnection::take_part() {
-  if (free_parts_.empty()) return &parts_.emplace_back();
-  UcxPart* const part = free_parts_.back();
-  free_parts_.pop_back();
-  return part;
+UcxRequest& UcxConnection::take_request() {
+  if (free_requests_.empty()) return all_requests_.emplace_back();
+  UcxRequest& request = *free_requests_.back();
+  free_requests_.pop_back();
+  request.remote.clear();
+  request.local.clear();
+  request.payload.clear();
+  return request;
 }
 
 void UcxProgress::begin(std::shared_ptr<UcxPrepared> prepared, std::uint64_t ticket,
@@ -65,7 +77,7 @@ void UcxProgress::expire() {
   }
 }
 
-/// Give UCX what the window has room for. True when more could go at once.
+/// Ask for what the window has room for. True when more could be asked for at once.
 bool UcxProgress::issue(UcxLink& link) {
   if (link.ready.empty()) return false;
   if (link.connection == nullptr) {
@@ -77,7 +89,8 @@ bool UcxProgress::issue(UcxLink& link) {
     }
   }
   UcxConnection& connection = *link.connection;
-  wake(*connection.worker);
+  const bool by_messages = connection.way == UcxWay::kMessages;
+  if (by_messages && !connection.peers_number) return false;
   std::uint64_t issued = 0;
   std::uint64_t turn = 0;
   while (!link.ready.empty()) {
@@ -87,10 +100,13 @@ bool UcxProgress::issue(UcxLink& link) {
     }
     if (issued >= kIssueBytes) return true;
     UcxJob& job = *link.ready.front();
-    const std::uint64_t bytes = issue_one(connection, job);
+    job.connection_number = connection.number;
+    const std::uint64_t bytes = by_messages                       ? ask_one(connection, job)
+                                : connection.way == UcxWay::kRdma ? issue_one(connection, job)
+                                                                  : copy_some(link, job);
     issued += bytes;
     turn += bytes;
-    if (job.is_all_given() || job.failure != 0) {
+    if (job.is_all_asked() || job.failure != 0) {
       leave_ready(job);
       if (job.requests == 0) touched_.push_back(job.ticket);
       turn = 0;
@@ -102,15 +118,21 @@ bool UcxProgress::issue(UcxLink& link) {
   return false;
 }
 
-/// One request of the transfer's next piece; gives its bytes.
+/// One access to a part of the transfer's next piece; gives its bytes.
 std::uint64_t UcxProgress::issue_one(UcxConnection& connection, UcxJob& job) {
   const UcxPrepared& prepared = *job.prepared;
-  const std::uint32_t index = static_cast<std::uint32_t>(job.next_piece);
-  const UcxPiece& piece = prepared.pieces[index];
+  const UcxPiece& piece = prepared.pieces[job.next_piece];
   const std::uint64_t bytes = std::min(piece.length - job.next_offset, options_.request_bytes_max);
   const std::uint64_t remote = piece.remote_address + job.next_offset;
-  job.connection_number = connection.number;
   void* const local = reinterpret_cast<void*>(piece.local_address + job.next_offset);
+  const UcxMemory& memory = *prepared.memories[piece.memory];
+  UcxRequest& request = connection.take_request();
+  request.connection = &connection;
+  request.job = &job;
+  request.bytes = bytes;
+  request.piece = static_cast<std::uint32_t>(job.next_piece);
+  request.is_flush = request.is_awaited = false;
+  request.is_sending = true;
   job.next_offset += bytes;
   if (job.next_offset == piece.length) {
     ++job.next_piece;
@@ -118,122 +140,185 @@ std::uint64_t UcxProgress::issue_one(UcxConnection& connection, UcxJob& job) {
   }
   const ucp::RemoteKey key = key_of(connection, prepared.remotes[piece.remote]);
   if (key == nullptr) {
-    note_part(job, index, bytes, ucp::kUnreachable);
+    fail(job, ECONNRESET, "UCX does not take the key of the peer's memory");
+    connection.give_request(request);
     return bytes;
   }
-  UcxPart* const part = connection.take_part();
-  *part = {&connection, &job, bytes, index};
   ucp::RequestParams params{};
   params.op_attr_mask = ucp::kOpCallback | ucp::kOpUserData | ucp::kOpMemory;
   params.send_callback = &on_request_done;
-  params.user_data = part;
-  params.memory = prepared.memories[piece.memory]->handle();
-  const ucp::Request request =
+  params.user_data = &request;
+  params.memory = memory.handle();
+  take_up(request);
+  const ucp::Request sent =
       prepared.op == UcxOp::kRead
-          ? library_.get_nbx(connection.endpoint, local, bytes, remote, key, &params)
-          : library_.put_nbx(connection.endpoint, local, bytes, remote, key, &params);
-  if (request == nullptr || ucp::is_error(request)) {
-    connection.give_part(part);
-    note_part(job, index, bytes, ucp::status_of(request));
-    return bytes;
+          ? library_.get_nbx(connection.handle(), local, bytes, remote, key, &params)
+          : library_.put_nbx(connection.handle(), local, bytes, remote, key, &params);
+  if (sent == nullptr || ucp::is_error(sent)) {
+    note(request, ucp::status_of(sent));
+    finish(request);
   }
-  ++job.requests;
-  ++requests_;
-  ++connection.requests;
-  connection.bytes += bytes;
   return bytes;
+}
+
+/// Have the kernel copy some of the transfer's next bytes; gives their number.
+std::uint64_t UcxProgress::copy_some(UcxLink& link, UcxJob& job) {
+  const UcxPrepared& prepared = *job.prepared;
+  ours_.clear();
+  its_.clear();
+  std::uint64_t wanted = 0;
+  std::uint64_t offset = job.next_offset;
+  for (std::size_t i = job.next_piece; i < prepared.pieces.size() && its_.size() < kCopyParts &&
+                                       wanted < options_.request_bytes_max;
+       ++i) {
+    const UcxPiece& piece = prepared.pieces[i];
+    const std::uint64_t bytes =
+        std::min(piece.length - offset, options_.request_bytes_max - wanted);
+    ours_.push_back({reinterpret_cast<void*>(piece.local_address + offset), bytes});
+    its_.push_back({reinterpret_cast<void*>(piece.remote_address + offset), bytes});
+    wanted += bytes;
+    offset = 0;
+  }
+  const std::int64_t got = prepared.op == UcxOp::kRead ? link.process->read(ours_, its_)
+                                                       : link.process->write(ours_, its_);
+  if (got <= 0) {
+    job.ledger.failed(job.next_piece, got < 0 ? static_cast<int>(-got) : EFAULT);
+    // The first that is asked for is where it failed; it was begun, so it counts as such.
+    ++job.next_piece;
+    job.next_offset = 0;
+    const int code = got == -ESRCH ? ECONNRESET : got < 0 ? static_cast<int>(-got) : EFAULT;
+    fail(job, code, "the kernel does not copy: " + std::string(std::strerror(code)));
+    return wanted;
+  }
+  // Fewer than wanted: the next call begins where it stopped, and hears why.
+  std::uint64_t left = static_cast<std::uint64_t>(got);
+  job.prepared->arrived_bytes.fetch_add(left, std::memory_order_relaxed);
+  for (const iovec& part : ours_) {
+    const std::uint64_t bytes = std::min<std::uint64_t>(left, part.iov_len);
+    if (bytes == 0) break;
+    job.ledger.arrived(job.next_piece, bytes);
+    job.next_offset += bytes;
+    left -= bytes;
+    if (job.next_offset == prepared.pieces[job.next_piece].length) {
+      ++job.next_piece;
+      job.next_offset = 0;
+    }
+  }
+  return static_cast<std::uint64_t>(got);
 }
 
 /// What was written is at the peer, and not only on its way, once this has ended.
 void UcxProgress::flush(UcxConnection& connection, UcxJob& job) {
-  UcxPart* const part = connection.take_part();
-  *part = {&connection, &job, 0, UcxPart::kFlush};
+  UcxRequest& request = connection.take_request();
+  request.connection = &connection;
+  request.job = &job;
+  request.bytes = 0;
+  request.is_awaited = false;
+  request.is_flush = request.is_sending = true;
   ucp::RequestParams params{};
   params.op_attr_mask = ucp::kOpCallback | ucp::kOpUserData;
   params.send_callback = &on_request_done;
-  params.user_data = part;
-  const ucp::Request request = library_.ep_flush_nbx(connection.endpoint, &params);
-  wake(*connection.worker);
-  if (request == nullptr || ucp::is_error(request)) {
-    connection.give_part(part);
-    note_part(job, UcxPart::kFlush, 0, ucp::status_of(request));
-    return;
+  params.user_data = &request;
+  take_up(request);
+  const ucp::Request sent = library_.ep_flush_nbx(connection.handle(), &params);
+  if (sent == nullptr || ucp::is_error(sent)) {
+    note(request, ucp::status_of(sent));
+    finish(request);
   }
-  ++job.requests;
+}
+
+void UcxProgress::on_request_done(void* sent, ucp::Status status, void* user_data) {
+  UcxRequest& request = *static_cast<UcxRequest*>(user_data);
+  UcxProgress& self = *request.connection->progress;
+  self.library_.request_free(sent);
+  self.note(request, status);
+  self.finish(request);
+}
+
+/// Count it as under way.
+void UcxProgress::take_up(UcxRequest& request) {
   ++requests_;
-  ++connection.requests;
+  ++request.connection->requests;
+  request.connection->bytes += request.bytes;
+  if (request.job == nullptr) return;
+  ++request.job->requests;
+  if (may_touch(request)) ++request.job->touching;
 }
 
-void UcxProgress::on_request_done(void* request, ucp::Status status, void* user_data) {
-  UcxPart* const part = static_cast<UcxPart*>(user_data);
-  UcxConnection& connection = *part->connection;
-  UcxProgress& self = *connection.progress;
-  UcxJob& job = *part->job;
-  self.library_.request_free(request);
-  --self.requests_;
+/// UCX has done with it: hold down what that means for its piece.
+void UcxProgress::note(UcxRequest& request, ucp::Status status) {
+  request.is_sending = false;
+  UcxJob* const job = request.job;
+  if (job == nullptr) return;
+  const bool by_messages = request.connection->way == UcxWay::kMessages;
+  // Of one that is being closed only that it has ended matters: the transfer is told.
+  if (job->is_told || request.connection->is_closing) return;
+  if (status != ucp::kOk) {
+    if (!request.is_flush && !by_messages) job->ledger.failed(request.piece, errno_of(status));
+    fail(*job, errno_of(status), context_->words(status));
+  } else if (request.is_flush) {
+    job->is_flushed = true;
+  } else if (!by_messages) {  // else the peer's answer counts
+    job->ledger.arrived(request.piece, request.bytes);
+    job->prepared->arrived_bytes.fetch_add(request.bytes, std::memory_order_relaxed);
+  }
+}
+
+void UcxProgress::fail(UcxJob& job, int code, const std::string& words) {
+  if (job.failure != 0 || job.is_told) return;
+  job.failure = code;
+  job.failure_words = words;
+  touched_.push_back(job.ticket);
+}
+
+/// Give the request back, unless UCX or the peer still has it.
+void UcxProgress::finish(UcxRequest& request) {
+  if (request.is_sending || request.is_awaited) return;
+  UcxConnection& connection = *request.connection;
+  --requests_;
   --connection.requests;
-  connection.bytes -= part->bytes;
-  // Of one that is being closed, only that the request has ended matters: the transfer is told.
-  if (!connection.is_closing) self.note_part(job, part->piece, part->bytes, status);
-  connection.give_part(part);
-  if (--job.requests == 0) self.touched_.push_back(job.ticket);
-}
-
-void UcxProgress::note_part(UcxJob& job, std::uint32_t piece, std::uint64_t bytes,
-                            ucp::Status status) {
-  if (job.is_told) return;
-  if (status == ucp::kOk) {
-    if (piece == UcxPart::kFlush) {
-      job.is_flushed = true;
-    } else {
-      job.ledger.arrived(piece, bytes);
-      job.prepared->arrived_bytes.fetch_add(bytes, std::memory_order_relaxed);
-    }
-    return;
-  }
-  if (piece != UcxPart::kFlush) job.ledger.failed(piece, errno_of(status));
-  if (job.failure == 0) {
-    job.failure = errno_of(status);
-    job.failure_status = status;
-  }
+  connection.bytes -= request.bytes;
+  if (connection.is_closing) has_news_ = true;
+  UcxJob* const job = request.job;
+  const bool touches = job != nullptr && may_touch(request);
+  connection.give_request(request);
+  if (job == nullptr) return;
+  if (touches) --job->touching;
+  if (--job->requests == 0) touched_.push_back(job->ticket);
 }
 
 void UcxProgress::settle() {
-  while (!touched_.empty()) {
-    const std::vector<std::uint64_t> tickets = std::exchange(touched_, {});
-    for (const std::uint64_t ticket : tickets) {
-      const auto found = jobs_.find(ticket);
-      if (found != jobs_.end()) settle(*found->second);
+  do {
+    while (!touched_.empty()) {
+      const std::vector<std::uint64_t> tickets = std::exchange(touched_, {});
+      for (const std::uint64_t ticket : tickets) {
+        const auto found = jobs_.find(ticket);
+        if (found != jobs_.end()) settle(*found->second);
+      }
     }
-  }
-  for (const std::uint64_t number : std::exchange(failed_, {})) {
-    const auto found = links_.find(number);
-    if (found == links_.end() || found->second->connection == nullptr) continue;
-    UcxLink& link = *found->second;
-    const ucp::Status failure = link.connection->failure;
-    if (failure != ucp::kOk) fail_link(link, context_->words(failure), true);
-  }
-  sweep_closing();
+    if (std::exchange(has_news_, false)) look_at_endpoints();
+  } while (!touched_.empty());
 }
 
 void UcxProgress::settle(UcxJob& job) {
-  if (job.requests != 0) return;
   if (job.is_told) {
-    const std::uint64_t ticket = job.ticket;
-    forget(job);
-    completions_->push_quiet(ticket);
+    if (!job.is_quiet_told && job.touching == 0 && !job.is_unsettled) {
+      job.is_quiet_told = true;
+      completions_->push_quiet(job.ticket);
+    }
+    if (job.requests == 0 && job.is_quiet_told) forget(job);
     return;
   }
-  if (job.failure != 0) {
-    leave_ready(job);
-    return end(job, job.failure, context_->words(job.failure_status));
-  }
-  if (!job.is_all_given()) return;
+  if (job.failure != 0) leave_ready(job);
+  if (job.requests != 0) return;
+  if (job.failure != 0) return end(job, job.failure, job.failure_words);
+  if (!job.is_all_asked()) return;
   UcxLink& link = *job.prepared->link;
-  if (job.prepared->op == UcxOp::kWrite && !job.is_flushed) {
-    flush(*link.connection, job);
+  UcxConnection& connection = *link.connection;
+  if (connection.way == UcxWay::kRdma && job.prepared->op == UcxOp::kWrite && !job.is_flushed) {
+    flush(connection, job);
     if (job.requests != 0) return;
-    if (job.failure != 0) return end(job, job.failure, context_->words(job.failure_status));
+    if (job.failure != 0) return end(job, job.failure, job.failure_words);
   }
   // While it lives, its number is no other's: then the bytes were its own all along.
   if (link.process != nullptr && !link.process->is_alive()) {
@@ -247,18 +332,21 @@ void UcxProgress::end(UcxJob& job, int code, std::string detail) {
   leave_ready(job);
   deadlines_.remove(job.due, job.ticket);
   const UcxPrepared& prepared = *job.prepared;
-  const bool is_sure = prepared.op == UcxOp::kRead || job.is_flushed;
+  const UcxConnection* const connection = prepared.link->connection.get();
+  const bool is_rdma = connection != nullptr && connection->way == UcxWay::kRdma;
+  const bool is_sure = !is_rdma || prepared.op == UcxOp::kRead || job.is_flushed;
   const std::uint64_t started = job.started();
-  const bool is_quiet = job.requests == 0;
+  const bool is_quiet = job.touching == 0;
   const std::uint64_t ticket = job.ticket;
   std::vector<std::int64_t> results = job.ledger.close(
       code, is_sure, [&prepared](std::size_t i) { return prepared.pieces[i].length; });
   job.is_told = true;
+  job.is_quiet_told = is_quiet;
   {
     const std::lock_guard lock(running_mutex_);
     running_.erase(ticket);
   }
-  if (is_quiet) {
+  if (job.requests == 0) {
     forget(job);
   } else {
     job.due = Clock::now() + std::chrono::duration_cast<Clock::duration>(

@@ -1,82 +1,90 @@
 // Connections on the progress thread: made, failed, taken down until nothing touches memory.
-#include <sys/epoll.h>
-
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
+#include "packing.hpp"
 #include "ucx_progress.hpp"
 
 namespace kvtier {
 
-/// @throws std::runtime_error UCX finds no way to the address, or gives no worker
-void UcxProgress::open_connection(UcxLink& link) {
-  auto connection = std::make_unique<UcxConnection>();
-  connection->number = ++connection_count_;
-  connection->progress = this;
-  connection->link = &link;
-  const bool is_local = link.process != nullptr;
-  connection->worker = is_local ? std::make_shared<UcxWorker>(context_) : main_worker_;
-  ucp::EndpointParams params{};
-  params.field_mask = ucp::kEndpointParamRemoteAddress | ucp::kEndpointParamErrorMode;
-  params.address = reinterpret_cast<const ucp::OpaqueAddress*>(link.address.data());
-  // With errors handled UCX does not copy between processes directly, so on one host they are
-  // not: we watch the process instead, and can take down the worker with all its requests.
-  params.error_mode = is_local ? ucp::ErrorMode::kNone : ucp::ErrorMode::kPeer;
-  if (!is_local) {
-    params.field_mask |= ucp::kEndpointParamErrorHandler;
-    params.error_handler = {&on_connection_failed, connection.get()};
-  }
-  context_->check(library_.ep_create(connection->worker->handle, &params, &connection->endpoint),
-                  "UCX finds no way to the peer");
-  if (is_local) {
-    watch(connection->worker->efd, link.number * 2);
-    awake_.push_back(connection->worker.get());
-  } else {
-    wake(*main_worker_);
-  }
-  link.connection = std::move(connection);
+UcxRemote::UcxRemote(std::shared_ptr<UcxLink> its_link, const std::string& packed)
+    : link(std::move(its_link)) {
+  Unpacker unpacker(packed);
+  number = unpacker.number<std::uint64_t>();
+  packed_key = unpacker.part();
+  unpacker.end();
 }
 
-/// After this the link has none; requests may still end, on a peer across a network.
+/// @throws std::runtime_error UCX finds no way to the peer
+void UcxProgress::open_connection(UcxLink& link) {
+  auto connection = std::make_unique<UcxConnection>();
+  connection->number = next_connection_++;
+  connection->progress = this;
+  connection->link = &link;
+  connection->way = UcxWay::kHost;
+  if (link.process == nullptr) {
+    connection->endpoint = std::make_unique<UcxEndpoint>(worker_, link.address, &has_news_);
+    connection->way = way_of(*connection->endpoint);
+  }
+  link.connection = std::move(connection);
+  if (link.connection->way == UcxWay::kMessages) {
+    connections_.emplace(link.connection->number, link.connection.get());
+    greet(*link.connection);
+  }
+}
+
+UcxWay UcxProgress::way_of(const UcxEndpoint& endpoint) const {
+  std::array<ucp::Transport, 64> transports{};
+  ucp::EndpointAttributes attributes{};
+  attributes.field_mask = ucp::kEndpointTransports;
+  attributes.transports = transports.data();
+  attributes.transport_count = static_cast<unsigned>(transports.size());
+  attributes.transport_bytes = sizeof(ucp::Transport);
+  if (library_.ep_query(endpoint.handle(), &attributes) != ucp::kOk) return UcxWay::kMessages;
+  for (unsigned i = 0; i < attributes.transport_count; ++i) {
+    if (is_rdma(transports[i].name)) return UcxWay::kRdma;
+  }
+  return UcxWay::kMessages;
+}
+
+/// After this the link has none; requests may still end.
 void UcxProgress::close_connection(UcxLink& link) {
   if (link.connection == nullptr) return;
   std::unique_ptr<UcxConnection> connection = std::move(link.connection);
+  if (connection->endpoint == nullptr) return;
   connection->is_closing = true;
-  if (connection->worker != main_worker_) {
-    // Only this worker's own calls touch memory for it, or a device does that the worker has to
-    // itself. So when it is gone the memory is quiet, whatever the peer does or does not.
-    release_keys(*connection);
-    std::erase(awake_, connection->worker.get());
-    epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, connection->worker->efd, nullptr);
-    connection->worker.reset();
-    requests_ -= connection->requests;
-    for (UcxJob* const job : link.jobs) {
-      job->requests = 0;
-      touched_.push_back(job->ticket);
-    }
-    return;
-  }
-  ucp::RequestParams params{};
-  params.op_attr_mask = ucp::kOpFlags | ucp::kOpCallback | ucp::kOpUserData;
-  params.flags = ucp::kCloseForce;
-  params.send_callback = &on_closed;
-  params.user_data = connection.get();
-  const ucp::Request request = library_.ep_close_nbx(connection->endpoint, &params);
-  connection->is_closed = request == nullptr || ucp::is_error(request);
-  wake(*main_worker_);
+  give_up_awaited(*connection);
+  connection->endpoint->close_by_force();
   closing_.push_back(std::move(connection));
 }
 
 /// End what is in flight on the link; unless `for_good`, the next transfer connects again.
 void UcxProgress::fail_link(UcxLink& link, const std::string& why, bool for_good) {
   if (for_good && link.closed_because.empty()) link.closed_because = why;
-  close_connection(link);
   const std::vector<UcxJob*> jobs(link.jobs.begin(), link.jobs.end());
+  // Told while the connection is there: what arrived is sure or not by its way.
   for (UcxJob* const job : jobs) {
     if (!job->is_told) end(*job, ECONNRESET, why);
   }
+  close_connection(link);
   std::erase(busy_, &link);
+  const bool is_unsettled =
+      std::ranges::any_of(link.jobs, [](const UcxJob* job) { return job->is_unsettled; });
+  if (!is_unsettled) return;
+  if (link.closed_because.empty()) {
+    try {
+      return open_connection(link);  // to hear from the peer that it has dropped the rest
+    } catch (const std::runtime_error& error) {
+      link.closed_because = error.what();
+    }
+  }
+  // There is nobody left to ask: what is gone will not write, and what is lost cannot be known.
+  for (UcxJob* const job : link.jobs) {
+    job->is_unsettled = false;
+    touched_.push_back(job->ticket);
+  }
 }
 
 void UcxProgress::release_keys(UcxConnection& connection) {
@@ -92,7 +100,8 @@ ucp::RemoteKey UcxProgress::key_of(UcxConnection& connection,
                                    const std::shared_ptr<UcxRemote>& remote) {
   if (remote->connection_number == connection.number) return remote->key;
   ucp::RemoteKey key = nullptr;
-  if (library_.ep_rkey_unpack(connection.endpoint, remote->packed.data(), &key) != ucp::kOk) {
+  if (remote->packed_key.empty() ||
+      library_.ep_rkey_unpack(connection.handle(), remote->packed_key.data(), &key) != ucp::kOk) {
     return nullptr;
   }
   remote->key = key;
@@ -101,25 +110,19 @@ ucp::RemoteKey UcxProgress::key_of(UcxConnection& connection,
   return key;
 }
 
-void UcxProgress::sweep_closing() {
+/// Some endpoint has failed or is closed: see which, and what follows.
+void UcxProgress::look_at_endpoints() {
+  for (const auto& [number, link] : links_) {
+    if (link->connection == nullptr || link->connection->endpoint == nullptr) continue;
+    const ucp::Status failure = link->connection->endpoint->failure();
+    if (failure != ucp::kOk) fail_link(*link, context_->words(failure), true);
+  }
   std::erase_if(closing_, [this](const std::unique_ptr<UcxConnection>& connection) {
-    if (!connection->is_closed || connection->requests != 0) return false;
+    if (!connection->endpoint->is_closed() || connection->requests != 0) return false;
     release_keys(*connection);
     return true;
   });
-}
-
-void UcxProgress::on_connection_failed(void* connection, ucp::Endpoint, ucp::Status status) {
-  // UCX does not like its endpoints closed from in here: the loop does it.
-  UcxConnection& failed = *static_cast<UcxConnection*>(connection);
-  failed.failure = status;
-  if (!failed.is_closing) failed.progress->failed_.push_back(failed.link->number);
-}
-
-void UcxProgress::on_closed(void* request, ucp::Status, void* connection) {
-  UcxConnection& closed = *static_cast<UcxConnection*>(connection);
-  closed.is_closed = true;
-  closed.progress->library_.request_free(request);
+  responder_->settle();
 }
 
 }  // namespace kvtier

@@ -1,11 +1,20 @@
-// One-sided transfers to peers through UCX: RDMA, TCP and copies between processes of a host.
+// Transfers to peers through UCX: RDMA, copies between processes of a host, messages over TCP.
 //
 // One thread of the engine owns everything of UCX that is not thread-safe. Other threads hand it
 // commands and never wait for bytes or for a peer; it sleeps when nothing moves.
+//
+// There are three ways to a peer, all with the same words around them:
+// - host: the kernel copies between the two processes, without UCX. Its own way to do so (cma)
+// needs
+//   endpoints that do not handle errors, and there is no safe way to be rid of one of those when
+//   the peer stops or dies: what is queued on it ends in an assertion.
+// - RDMA: the network reads and writes the peer's memory.
+// - messages: the peer's engine sends what is asked for, and stores what it is sent. UCX would
+//   imitate one-sided access here, but a process whose memory is read so ends with abort() when its
+//   reader goes away. Both engines check every address against what is registered.
 #pragma once
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,16 +28,20 @@ struct UcxOptions {
   std::string wheel_path;
   /// Settings of UCX, name without `UCX_` and value; those of the user's environment win.
   std::vector<std::pair<std::string, std::string>> settings;
+  /// Whether the kernel is asked to copy from and to processes of this host.
+  bool may_copy_on_host = true;
   /// Per link: what is in flight at a time.
   std::uint64_t window_bytes = std::uint64_t{8} << 20;
   std::uint32_t window_requests = 128;
-  /// Longer pieces go in several requests, so that commands and deadlines are seen in between.
+  /// Most bytes of one request, so that commands and deadlines are seen in between.
   std::uint64_t request_bytes_max = std::uint64_t{1} << 20;
+  /// Most bytes of one message; what UCX's buffers hold in one piece is quickest.
+  std::uint64_t message_bytes_max = std::uint64_t{512} << 10;
   /// How long an ended transfer's requests may take to drain before its link is reset.
   double drain_s = 1.0;
 };
 
-/// Registered memory of this process. Released by `unmap`, else with the last reference.
+/// Registered memory of this process; stays so until `unmap`, or until the engine is closed.
 class UcxMemory;
 /// A peer's memory, as seen through one link.
 class UcxRemote;
@@ -68,25 +81,18 @@ class UcxEngine {
   const std::string& address() const;
 
   /// @throws std::runtime_error the network does not take this memory
-  std::shared_ptr<UcxMemory> map(std::uint64_t address, std::uint64_t length);
-  /// No transfer may use it any more.
-  void unmap(UcxMemory& memory);
+  std::shared_ptr<UcxMemory> map(std::uint64_t address, std::uint64_t length, bool is_writable);
+  /// No transfer of this engine may use it any more. If peers are being sent parts of it, they are
+  /// cut off first.
+  void unmap(const std::shared_ptr<UcxMemory>& memory);
   /// What a peer needs to reach the memory.
   static std::string pack(const UcxMemory& memory);
 
-  /// When a process of this host began, so that a later one with its number is told apart.
-  static std::uint64_t process_start(std::int64_t pid);
-
-  /// `host_pid` is the peer's process on this host, or -1: then it is across a network.
-  /// `host_start` is its `process_start`, or 0 if that is not known.
+  /// `host_pid` is the peer's process on this host, or -1: then it is across a network. One on this
+  /// host is watched, and what is in flight ends when it does.
   ///
-  /// A peer on this host is watched as a process; its link has a worker of its own, which is taken
-  /// down with all it has in flight when the peer dies or does not answer. One across a network
-  /// shares a worker, and its endpoint is closed by force.
-  ///
-  /// @throws std::runtime_error UCX finds no way to `address`, or the process is gone
-  std::shared_ptr<UcxLink> connect(const std::string& address, std::int64_t host_pid,
-                                   std::uint64_t host_start);
+  /// @throws std::runtime_error UCX finds no way to `address`, or the process is another or gone
+  std::shared_ptr<UcxLink> connect(const std::string& address, std::int64_t host_pid);
   /// @throws std::runtime_error not what `pack` gives, or the link is closed
   std::shared_ptr<UcxRemote> import_remote(const std::shared_ptr<UcxLink>& link,
                                            const std::string& packed);
@@ -100,12 +106,18 @@ class UcxEngine {
                                               std::vector<std::shared_ptr<UcxRemote>> remotes,
                                               std::vector<UcxPiece> pieces);
   /// Begin; the end comes through the completions, by `deadline_s` from now.
+  ///
+  /// When requests have not ended `drain_s` after that, the connection is reset: other transfers on
+  /// it end with -ECONNRESET, and the next one connects anew. A link whose connection failed by
+  /// itself, or whose process has ended, stays failed.
+  /// @throws std::invalid_argument the ticket is in flight
   void start(const std::shared_ptr<UcxPrepared>& prepared, std::uint64_t ticket, double deadline_s);
   void cancel(std::uint64_t ticket);
   /// Bytes of a running transfer that have arrived.
   std::uint64_t progress(std::uint64_t ticket) const;
 
-  /// End everything with -ECANCELED and release all but mapped memory. Again, it does nothing.
+  /// End everything with -ECANCELED and release all but what `UcxMemory`s hold. Again, it does
+  /// nothing.
   void close();
 
  private:
