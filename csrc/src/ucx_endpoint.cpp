@@ -46,6 +46,7 @@ UcxEndpoint::UcxEndpoint(std::shared_ptr<UcxWorker> worker, const std::string& a
 }
 
 void UcxEndpoint::close_by_force() {
+  is_closing_ = true;
   ucp::RequestParams params{};
   params.op_attr_mask = ucp::kOpFlags | ucp::kOpCallback | ucp::kOpUserData;
   params.flags = ucp::kCloseForce;

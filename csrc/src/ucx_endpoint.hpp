@@ -40,6 +40,7 @@ class UcxEndpoint {
   ucp::Status failure() const { return failure_; }
   /// Begin to close; it must stay until `is_closed`, or until its worker is gone.
   void close_by_force();
+  bool is_closing() const { return is_closing_; }
   bool is_closed() const { return is_closed_; }
   void forget_worker() { worker_.reset(); }
 
@@ -52,6 +53,7 @@ class UcxEndpoint {
   bool* has_news_;
   ucp::Endpoint handle_ = nullptr;
   ucp::Status failure_ = ucp::kOk;
+  bool is_closing_ = false;
   bool is_closed_ = false;
 };
 

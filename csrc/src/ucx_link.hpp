@@ -53,6 +53,9 @@ struct UcxConnection {
   std::unique_ptr<UcxEndpoint> endpoint;  ///< none with kHost
   /// On its way down: requests still end, but what they say counts for nothing.
   bool is_closing = false;
+  std::shared_ptr<UcxLink> closing_link;      ///< then it is kept, until `link` is not needed
+  Deadlines::Clock::time_point good_bye_due;  ///< then, if the peer has not answered, by force
+  bool is_bye_said = false;
   /// kMessages: what the peer calls us; until then nothing can be asked for.
   std::optional<std::uint64_t> peers_number;
   std::uint32_t requests = 0;
@@ -71,7 +74,7 @@ struct UcxConnection {
   std::vector<UcxRequest*> free_requests_;
 };
 
-class UcxLink {
+class UcxLink : public std::enable_shared_from_this<UcxLink> {
  public:
   UcxLink(std::uint64_t number, std::uint64_t line, std::string address,
           std::unique_ptr<ProcessWatch> process)

@@ -22,6 +22,8 @@ enum class UcxMessage : std::uint32_t {
   kData,                ///< link: the connection; count: errno, or 0: payload has the parts' bytes
   kPut,                 ///< link: the number; count: of parts; payload: parts, then their bytes
   kPutDone,             ///< link: the connection; count: errno, or 0: the bytes are in memory
+  kBye,                 ///< link: the number; nothing more will be asked by it
+  kGone,                ///< link: the connection; nothing that came by it changes memory any more
 };
 
 struct UcxHead {

@@ -28,7 +28,7 @@ constexpr std::uint32_t kIdleRounds = 256;  // without progress before naps
 constexpr int kNapMs = 1;
 constexpr int kSleepBusyMs = 100;  // with requests under way: a wakeup UCX missed costs no more
 constexpr double kDeadlineMaxS = 1e8;
-constexpr double kShutDownS = 1.0;
+constexpr double kShutDownS = 2.0;  // beyond the time that peers are given to say good-bye
 constexpr double kWithdrawS = 5.0;
 
 // What an fd of the epoll set belongs to; else to the process of the link with that number.
@@ -340,12 +340,14 @@ void UcxProgress::shut_down() {
   }
   for (const auto& connection : closing_) {
     release_keys(*connection);
+    settle_all(*connection->closing_link);
     connection->endpoint->forget_worker();
   }
   responder_->forget_worker();
   worker_.reset();  // whatever UCX still had is over with this
   for (const auto& [ticket, job] : jobs_) {
     job->requests = job->touching = 0;
+    job->is_unsettled = false;
     touched_.push_back(ticket);
   }
   closing_.clear();

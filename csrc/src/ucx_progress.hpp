@@ -81,6 +81,7 @@ class UcxProgress {
 
   // Messages to and from peers whose memory is asked for: ucx_progress_messages.cpp
   void greet(UcxConnection& connection);
+  void say_bye(UcxConnection& connection);
   std::uint64_t ask_one(UcxConnection& connection, UcxJob& job);
   void send(UcxRequest& request);
   void on_welcome(const UcxHead& head);
@@ -93,7 +94,9 @@ class UcxProgress {
   // Links: ucx_progress_links.cpp
   void open_connection(UcxLink& link);
   UcxWay way_of(const UcxEndpoint& endpoint) const;
-  void close_connection(UcxLink& link);
+  void close_connection(UcxLink& link, bool gently);
+  void settle_all(UcxLink& link);
+  void look_at_closing();
   void fail_link(UcxLink& link, const std::string& why, bool for_good);
   void release_keys(UcxConnection& connection);
   ucp::RemoteKey key_of(UcxConnection& connection, const std::shared_ptr<UcxRemote>& remote);

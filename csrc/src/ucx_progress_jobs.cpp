@@ -182,11 +182,10 @@ std::uint64_t UcxProgress::copy_some(UcxLink& link, UcxJob& job) {
   const std::int64_t got = prepared.op == UcxOp::kRead ? link.process->read(ours_, its_)
                                                        : link.process->write(ours_, its_);
   if (got <= 0) {
-    job.ledger.failed(job.next_piece, got < 0 ? static_cast<int>(-got) : EFAULT);
-    // The first that is asked for is where it failed; it was begun, so it counts as such.
-    ++job.next_piece;
-    job.next_offset = 0;
     const int code = got == -ESRCH ? ECONNRESET : got < 0 ? static_cast<int>(-got) : EFAULT;
+    job.ledger.failed(job.next_piece, code);
+    ++job.next_piece;  // it was begun
+    job.next_offset = 0;
     fail(job, code, "the kernel does not copy: " + std::string(std::strerror(code)));
     return wanted;
   }
@@ -297,6 +296,7 @@ void UcxProgress::settle() {
       }
     }
     if (std::exchange(has_news_, false)) look_at_endpoints();
+    look_at_closing();
   } while (!touched_.empty());
 }
 

@@ -1,6 +1,8 @@
 // Connections on the progress thread: made, failed, taken down until nothing touches memory.
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <chrono>
 #include <string>
 #include <utility>
 
@@ -8,6 +10,13 @@
 #include "ucx_progress.hpp"
 
 namespace kvtier {
+namespace {
+
+bool has_unsettled(const UcxLink& link) {
+  return std::ranges::any_of(link.jobs, [](const UcxJob* job) { return job->is_unsettled; });
+}
+
+}  // namespace
 
 UcxRemote::UcxRemote(std::shared_ptr<UcxLink> its_link, const std::string& packed)
     : link(std::move(its_link)) {
@@ -49,15 +58,23 @@ UcxWay UcxProgress::way_of(const UcxEndpoint& endpoint) const {
   return UcxWay::kMessages;
 }
 
-/// After this the link has none; requests may still end.
-void UcxProgress::close_connection(UcxLink& link) {
+/// After this the link has none; requests may still end. `gently` gives the peer a while to say
+/// that it has done with what it was sent; else it has had that.
+void UcxProgress::close_connection(UcxLink& link, bool gently) {
   if (link.connection == nullptr) return;
   std::unique_ptr<UcxConnection> connection = std::move(link.connection);
   if (connection->endpoint == nullptr) return;
   connection->is_closing = true;
+  connection->closing_link = link.shared_from_this();
   give_up_awaited(*connection);
-  connection->endpoint->close_by_force();
+  const bool can_say_bye =
+      gently && connection->way == UcxWay::kMessages && connection->endpoint->failure() == ucp::kOk;
+  if (can_say_bye) {
+    connection->good_bye_due = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                                  std::chrono::duration<double>(options_.drain_s));
+  }
   closing_.push_back(std::move(connection));
+  look_at_closing();
 }
 
 /// End what is in flight on the link; unless `for_good`, the next transfer connects again.
@@ -68,23 +85,48 @@ void UcxProgress::fail_link(UcxLink& link, const std::string& why, bool for_good
   for (UcxJob* const job : jobs) {
     if (!job->is_told) end(*job, ECONNRESET, why);
   }
-  close_connection(link);
+  close_connection(link, for_good);
   std::erase(busy_, &link);
-  const bool is_unsettled =
-      std::ranges::any_of(link.jobs, [](const UcxJob* job) { return job->is_unsettled; });
-  if (!is_unsettled) return;
-  if (link.closed_because.empty()) {
-    try {
-      return open_connection(link);  // to hear from the peer that it has dropped the rest
-    } catch (const std::runtime_error& error) {
-      link.closed_because = error.what();
-    }
+  if (for_good || !has_unsettled(link)) return;
+  try {
+    open_connection(link);  // to hear from the peer that it has dropped the rest
+  } catch (const std::runtime_error& error) {
+    link.closed_because = error.what();
+    settle_all(link);
   }
-  // There is nobody left to ask: what is gone will not write, and what is lost cannot be known.
+}
+
+/// There is nobody left to ask: who is gone does not write, and of who is lost nothing is known.
+void UcxProgress::settle_all(UcxLink& link) {
   for (UcxJob* const job : link.jobs) {
     job->is_unsettled = false;
     touched_.push_back(job->ticket);
   }
+}
+
+/// Take connections that are on their way down one step further.
+void UcxProgress::look_at_closing() {
+  if (closing_.empty()) return;
+  const Clock::time_point now = Clock::now();
+  for (std::size_t i = 0; i < closing_.size(); ++i) {
+    UcxConnection& connection = *closing_[i];
+    if (!connection.endpoint->is_closing()) {
+      const bool is_over =
+          now >= connection.good_bye_due || connection.endpoint->failure() != ucp::kOk;
+      if (is_over) {
+        connection.endpoint->close_by_force();
+      } else if (connection.peers_number && !connection.is_bye_said) {
+        say_bye(connection);
+      }
+    }
+  }
+  std::erase_if(closing_, [this](const std::unique_ptr<UcxConnection>& connection) {
+    if (!connection->endpoint->is_closed() || connection->requests != 0) return false;
+    release_keys(*connection);
+    connections_.erase(connection->number);
+    if (!connection->closing_link->closed_because.empty()) settle_all(*connection->closing_link);
+    return true;
+  });
 }
 
 void UcxProgress::release_keys(UcxConnection& connection) {
@@ -117,11 +159,7 @@ void UcxProgress::look_at_endpoints() {
     const ucp::Status failure = link->connection->endpoint->failure();
     if (failure != ucp::kOk) fail_link(*link, context_->words(failure), true);
   }
-  std::erase_if(closing_, [this](const std::unique_ptr<UcxConnection>& connection) {
-    if (!connection->endpoint->is_closed() || connection->requests != 0) return false;
-    release_keys(*connection);
-    return true;
-  });
+  look_at_closing();
   responder_->settle();
 }
 

@@ -21,6 +21,19 @@ void UcxProgress::greet(UcxConnection& connection) {
   send(request);
 }
 
+/// Let the peer forget us; its answer comes after all that it was still sent.
+void UcxProgress::say_bye(UcxConnection& connection) {
+  connection.is_bye_said = true;
+  UcxRequest& request = connection.take_request();
+  request.connection = &connection;
+  request.job = nullptr;
+  request.bytes = 0;
+  request.is_flush = request.is_awaited = false;
+  request.head = {UcxMessage::kBye, 0, *connection.peers_number, 0};
+  take_up(request);
+  send(request);
+}
+
 /// One message for as many of the transfer's next bytes as it takes; gives their number.
 std::uint64_t UcxProgress::ask_one(UcxConnection& connection, UcxJob& job) {
   const UcxPrepared& prepared = *job.prepared;
@@ -96,6 +109,15 @@ ucp::Status UcxProgress::on_message(void* argument, const void* header, std::siz
     case UcxMessage::kPut:
       self.responder_->on_put(head, payload);
       break;
+    case UcxMessage::kBye:
+      self.responder_->on_bye(head);
+      break;
+    case UcxMessage::kGone:
+      if (const auto found = self.connections_.find(head.link);
+          found != self.connections_.end() && found->second->is_closing) {
+        found->second->good_bye_due = {};
+      }
+      break;
     case UcxMessage::kWelcome:
       self.on_welcome(head);
       break;
@@ -110,8 +132,9 @@ ucp::Status UcxProgress::on_message(void* argument, const void* header, std::siz
 void UcxProgress::on_welcome(const UcxHead& head) {
   const auto found = connections_.find(head.link);
   if (found == connections_.end()) return;
-  found->second->peers_number = head.request;
-  settle_before(*found->second);
+  UcxConnection& connection = *found->second;
+  connection.peers_number = head.request;
+  if (!connection.is_closing) settle_before(connection);
 }
 
 /// Nothing that went over earlier connections of the link can change memory any more.
@@ -164,7 +187,6 @@ void UcxProgress::on_answer(const UcxHead& head, std::span<const std::byte> payl
 
 /// No answer counts any more.
 void UcxProgress::give_up_awaited(UcxConnection& connection) {
-  connections_.erase(connection.number);
   const auto awaited = std::exchange(connection.awaited, {});
   for (const auto& [number, request] : awaited) {
     request->is_awaited = false;

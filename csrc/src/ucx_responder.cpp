@@ -45,7 +45,8 @@ struct UcxResponder::Inbound {
   std::uint64_t connection;  ///< as the peer calls it
   std::uint64_t line;
   std::unique_ptr<UcxEndpoint> endpoint;
-  bool is_unfit = false;  ///< to be closed
+  bool is_leaving = false;  ///< to be closed once all is answered
+  bool is_unfit = false;    ///< to be closed
   bool is_closing = false;
   std::list<Answer> answers;  // under way
 };
@@ -125,6 +126,14 @@ void UcxResponder::on_put(const UcxHead& head, std::span<const std::byte> payloa
   answer(*inbound, UcxMessage::kPutDone, code, head.request, {});
 }
 
+void UcxResponder::on_bye(const UcxHead& head) {
+  Inbound* const inbound = find(head.link);
+  if (inbound == nullptr) return;
+  answer(*inbound, UcxMessage::kGone, 0, head.request, {});
+  inbound->is_leaving = true;
+  *has_news_ = true;
+}
+
 int UcxResponder::check(std::span<const UcxRange> ranges, bool for_writing) const {
   if (ranges.empty()) return EPROTO;
   for (const UcxRange& range : ranges) {
@@ -143,7 +152,9 @@ int UcxResponder::check(std::span<const UcxRange> ranges, bool for_writing) cons
 UcxResponder::Inbound* UcxResponder::find(std::uint64_t number) {
   const auto found = inbounds_.find(number);
   if (found == inbounds_.end()) return nullptr;
-  return found->second->is_unfit || found->second->is_closing ? nullptr : found->second.get();
+  Inbound& inbound = *found->second;
+  const bool is_over = inbound.is_leaving || inbound.is_unfit || inbound.is_closing;
+  return is_over ? nullptr : &inbound;
 }
 
 void UcxResponder::answer(Inbound& inbound, UcxMessage message, int code, std::uint64_t request,
@@ -178,7 +189,9 @@ void UcxResponder::on_answered(void* request, ucp::Status status, void* user_dat
   inbound.responder->library_.request_free(request);
   --inbound.responder->answers_;
   if (status != ucp::kOk) inbound.is_unfit = true;
-  if (inbound.is_unfit || inbound.is_closing) *inbound.responder->has_news_ = true;
+  if (inbound.is_leaving || inbound.is_unfit || inbound.is_closing) {
+    *inbound.responder->has_news_ = true;
+  }
   inbound.answers.erase(answer.self);
 }
 
@@ -191,7 +204,8 @@ void UcxResponder::close(Inbound& inbound) {
 void UcxResponder::settle() {
   for (auto each = inbounds_.begin(); each != inbounds_.end();) {
     Inbound& inbound = *each->second;
-    if (inbound.is_unfit || inbound.endpoint->failure() != ucp::kOk) close(inbound);
+    const bool has_left = inbound.is_leaving && inbound.answers.empty();
+    if (has_left || inbound.is_unfit || inbound.endpoint->failure() != ucp::kOk) close(inbound);
     const bool is_gone =
         inbound.is_closing && inbound.endpoint->is_closed() && inbound.answers.empty();
     each = is_gone ? inbounds_.erase(each) : std::next(each);

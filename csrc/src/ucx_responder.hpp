@@ -30,6 +30,7 @@ class UcxResponder {
   void on_hello(const UcxHead& head, std::span<const std::byte> payload);
   void on_get(const UcxHead& head, std::span<const std::byte> payload);
   void on_put(const UcxHead& head, std::span<const std::byte> payload);
+  void on_bye(const UcxHead& head);
 
   /// Take down what has failed.
   void settle();

@@ -111,19 +111,32 @@ def order() -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.random.default_rng(0).permutation(SLOTS)
 
 
+def _forgetful(completions: Any) -> Any:
+    """Ends that can be told to forget, lest they are what grows."""
+    from kvtier.testing.transfer_scene import Ends
+
+    class Forgetful(Ends):
+        def forget(self) -> None:
+            self._drain()
+            self._ends.clear()
+            self._quiet.clear()
+
+    return Forgetful(completions)
+
+
 class _Played:
     """The process's own side."""
 
     def __init__(self) -> None:
         from kvtier._core import Completions
         from kvtier.backends.ucx import UcxTransfers
-        from kvtier.testing.transfer_scene import Ends, bytes_at, dram
+        from kvtier.testing.transfer_scene import bytes_at, dram
 
         self.place = dram(SLOTS * SLOT_BYTES)
         self.bytes = bytes_at(self.place.region).reshape(SLOTS, SLOT_BYTES)
         completions = Completions()
         self.backend = UcxTransfers(completions)
-        self.ends = Ends(completions)
+        self.ends = _forgetful(completions)
         self.handle = self.backend.register(*self.place)
         self.peers: dict[str, tuple[Any, Any]] = {}
         self.prepared: dict[tuple[str, str, int], Any] = {}
@@ -134,6 +147,7 @@ class _Played:
             "address": self.backend.address().hex(),
             "export": self.backend.export(self.handle).hex(),
             "at": self.place.region.address,
+            "pid": os.getpid(),
             "transports": self.backend.transports,
         }
 
@@ -221,6 +235,44 @@ class _Played:
 
     def is_all(self, value: int) -> bool:
         return bool((self.bytes == value).all())
+
+    def fail_often(self, offer: dict[str, Any], peer: str, on_host: bool, count: int) -> None:
+        """Each way to fail that costs little, `count` times."""
+        from kvtier.transfer import Unsuitable
+
+        address = bytes.fromhex(offer["address"])
+        for _ in range(count):
+            self.ends.forget()
+            for deadline_s in (0.0, 30.0):  # over before it began; cancelled
+                ticket = self.start("read", peer, deadline_s, 1)
+                self.backend.cancel(ticket)
+                assert (self.ends.wait(ticket).results <= SLOT_BYTES).all()
+                self.ends.wait_quiet(ticket)
+            for bad in (b"", address[:-1], address[::-1]):
+                try:
+                    self.backend.connect(bad, None)
+                except Unsuitable:
+                    continue
+                raise AssertionError("a bad address was taken")
+            assert self.meet("again", offer, offer["pid"] if on_host else None) == ""
+            tickets = [self.start(op, "again", 30.0, 1) for op in ("read", "write")]
+            self.leave("again")
+            for ticket in tickets:
+                self.ends.wait_quiet(ticket)
+
+    def wait_until_held(self, before: dict[str, int], resident_max: int) -> str:
+        """Empty once we hold no more than before; else what we still do, after a while."""
+        ends_s = time.monotonic() + 10.0
+        while True:
+            held = self.held()
+            grown = {name: held[name] - count for name, count in before.items()}
+            if grown["resident"] <= resident_max and max(
+                grown["threads"], grown["fds"], grown["mappings"] - 8
+            ) <= 0:
+                return ""
+            if time.monotonic() > ends_s:
+                return json.dumps(grown)
+            time.sleep(0.01)
 
     def held(self) -> dict[str, int]:
         """Threads, files and memory of this process."""
