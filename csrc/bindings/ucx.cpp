@@ -47,13 +47,14 @@ std::string to_string(const nb::bytes& bytes) { return {bytes.c_str(), bytes.siz
 nb::bytes to_bytes(const std::string& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
 
 void make(UcxEngine* self, std::shared_ptr<Completions> completions, std::string wheel_path,
-          Settings settings, bool may_copy_on_host, std::uint64_t window_bytes,
-          std::uint32_t window_requests, std::uint64_t request_bytes_max,
-          std::uint64_t message_bytes_max, double drain_s) {
+          Settings settings, bool may_copy_on_host, std::uint32_t copy_threads,
+          std::uint64_t window_bytes, std::uint32_t window_requests,
+          std::uint64_t request_bytes_max, std::uint64_t message_bytes_max, double drain_s) {
   const nb::gil_scoped_release unlocked;
-  new (self) UcxEngine({std::move(wheel_path), std::move(settings), may_copy_on_host, window_bytes,
-                        window_requests, request_bytes_max, message_bytes_max, drain_s},
-                       std::move(completions));
+  new (self)
+      UcxEngine({std::move(wheel_path), std::move(settings), may_copy_on_host, copy_threads,
+                 window_bytes, window_requests, request_bytes_max, message_bytes_max, drain_s},
+                std::move(completions));
 }
 
 Memory map(UcxEngine& engine, std::uint64_t address, std::uint64_t length, bool is_writable) {
@@ -105,7 +106,8 @@ void bind_ucx(nb::module_& m) {
                         "One-sided transfers to peers through UCX, on one thread that sleeps when "
                         "nothing moves. Any thread; RuntimeError where UCX does not serve.")
       .def("__init__", &make, "completions"_a, "wheel_path"_a = "", "settings"_a = Settings{},
-           "may_copy_on_host"_a = true, "window_bytes"_a = UcxOptions{}.window_bytes,
+           "may_copy_on_host"_a = true, "copy_threads"_a = UcxOptions{}.copy_threads,
+           "window_bytes"_a = UcxOptions{}.window_bytes,
            "window_requests"_a = UcxOptions{}.window_requests,
            "request_bytes_max"_a = UcxOptions{}.request_bytes_max,
            "message_bytes_max"_a = UcxOptions{}.message_bytes_max,

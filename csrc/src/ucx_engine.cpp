@@ -25,6 +25,9 @@ UcxEngine::UcxEngine(const UcxOptions& options, std::shared_ptr<Completions> com
   if (options.window_bytes == 0 || options.window_requests == 0 || options.request_bytes_max == 0) {
     throw std::invalid_argument("a window of nothing lets nothing through");
   }
+  if (options.copy_threads == 0 || options.copy_threads > ThreadPool::kThreadCountMax) {
+    throw std::invalid_argument(std::to_string(options.copy_threads) + " threads for copies");
+  }
   if (options.message_bytes_max == 0 || options.message_bytes_max > kUcxMessageMax) {
     throw std::invalid_argument("messages of " + std::to_string(options.message_bytes_max) +
                                 " bytes, at most " + std::to_string(kUcxMessageMax));

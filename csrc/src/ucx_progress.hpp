@@ -17,6 +17,8 @@
 #include "command_queue.hpp"
 #include "deadlines.hpp"
 #include "kvtier/completions.hpp"
+#include "kvtier/thread_pool.hpp"
+#include "process_copy.hpp"
 #include "ucx_link.hpp"
 #include "ucx_responder.hpp"
 
@@ -136,7 +138,8 @@ class UcxProgress {
   std::uint32_t requests_ = 0;  // under way, of all links
   std::uint32_t rounds_ = 0;
   std::uint32_t idle_rounds_ = 0;  // since something moved, with a worker that does not sleep
-  std::vector<iovec> ours_, its_;  // of the copy at hand
+  ProcessCopy copy_;               // the one at hand
+  std::unique_ptr<ThreadPool> copy_pool_;
   bool is_shut_ = false;
   std::mutex join_mutex_;
   std::thread thread_;

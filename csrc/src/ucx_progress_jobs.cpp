@@ -13,7 +13,6 @@ namespace {
 
 constexpr std::uint64_t kIssueBytes = 2 << 20;  // of one link before others have their turn
 constexpr std::uint64_t kTurnBytes = 1 << 20;   // of one transfer before the link's next has its
-constexpr std::size_t kCopyParts = 256;         // in one call of the kernel, which takes 1024
 
 /// A lost peer shows itself in many ways; what is the caller's or this machine's fault in few.
 int errno_of(ucp::Status status) {
@@ -164,46 +163,30 @@ std::uint64_t UcxProgress::issue_one(UcxConnection& connection, UcxJob& job) {
 /// Have the kernel copy some of the transfer's next bytes; gives their number.
 std::uint64_t UcxProgress::copy_some(UcxLink& link, UcxJob& job) {
   const UcxPrepared& prepared = *job.prepared;
-  ours_.clear();
-  its_.clear();
-  std::uint64_t wanted = 0;
-  std::uint64_t offset = job.next_offset;
-  for (std::size_t i = job.next_piece; i < prepared.pieces.size() && its_.size() < kCopyParts &&
-                                       wanted < options_.request_bytes_max;
-       ++i) {
-    const UcxPiece& piece = prepared.pieces[i];
-    const std::uint64_t bytes =
-        std::min(piece.length - offset, options_.request_bytes_max - wanted);
-    ours_.push_back({reinterpret_cast<void*>(piece.local_address + offset), bytes});
-    its_.push_back({reinterpret_cast<void*>(piece.remote_address + offset), bytes});
-    wanted += bytes;
-    offset = 0;
-  }
-  const std::int64_t got = prepared.op == UcxOp::kRead ? link.process->read(ours_, its_)
-                                                       : link.process->write(ours_, its_);
-  if (got <= 0) {
-    const int code = got == -ESRCH ? ECONNRESET : got < 0 ? static_cast<int>(-got) : EFAULT;
-    job.ledger.failed(job.next_piece, code);
-    ++job.next_piece;  // it was begun
+  copy_.begin(job.next_piece);
+  while (!job.is_all_asked() && !copy_.is_full()) {
+    const UcxPiece& piece = prepared.pieces[job.next_piece];
+    job.next_offset += copy_.add(reinterpret_cast<void*>(piece.local_address + job.next_offset),
+                                 reinterpret_cast<void*>(piece.remote_address + job.next_offset),
+                                 piece.length - job.next_offset);
+    if (job.next_offset != piece.length) continue;
+    copy_.end_piece();
+    ++job.next_piece;
     job.next_offset = 0;
-    fail(job, code, "the kernel does not copy: " + std::string(std::strerror(code)));
-    return wanted;
   }
-  // Fewer than wanted: the next call begins where it stopped, and hears why.
-  std::uint64_t left = static_cast<std::uint64_t>(got);
-  job.prepared->arrived_bytes.fetch_add(left, std::memory_order_relaxed);
-  for (const iovec& part : ours_) {
-    const std::uint64_t bytes = std::min<std::uint64_t>(left, part.iov_len);
-    if (bytes == 0) break;
-    job.ledger.arrived(job.next_piece, bytes);
-    job.next_offset += bytes;
-    left -= bytes;
-    if (job.next_offset == prepared.pieces[job.next_piece].length) {
-      ++job.next_piece;
-      job.next_offset = 0;
+  if (copy_pool_ == nullptr) copy_pool_ = std::make_unique<ThreadPool>(options_.copy_threads);
+  copy_.run(*copy_pool_, *link.process, prepared.op == UcxOp::kRead);
+  copy_.for_each([&](std::size_t piece, std::uint64_t bytes, int code) {
+    if (code == 0) {
+      job.ledger.arrived(piece, bytes);
+      job.prepared->arrived_bytes.fetch_add(bytes, std::memory_order_relaxed);
+      return;
     }
-  }
-  return static_cast<std::uint64_t>(got);
+    if (code == ESRCH) code = ECONNRESET;
+    job.ledger.failed(piece, code);
+    fail(job, code, "the kernel does not copy: " + std::string(std::strerror(code)));
+  });
+  return copy_.bytes();
 }
 
 /// What was written is at the peer, and not only on its way, once this has ended.

@@ -19,7 +19,9 @@ from .ucx_party import SLOTS, Party
 SOON_S = 10.0  # far less than the deadline of what is then in flight
 LONG_S = 50.0
 ALL = list(range(SLOTS))
-RESIDENT_MAX = 8 << 20  # bytes that may come with use, of buffers that are filled as they are needed
+RESIDENT_MAX = (
+    8 << 20
+)  # bytes that may come with use, of buffers that are filled as they are needed
 
 NETWORK = pytest.param("tcp", False, id="network")
 HOST = pytest.param("tcp,cma", True, id="host")

@@ -266,9 +266,10 @@ class _Played:
         while True:
             held = self.held()
             grown = {name: held[name] - count for name, count in before.items()}
-            if grown["resident"] <= resident_max and max(
-                grown["threads"], grown["fds"], grown["mappings"] - 8
-            ) <= 0:
+            if (
+                grown["resident"] <= resident_max
+                and max(grown["threads"], grown["fds"], grown["mappings"] - 8) <= 0
+            ):
                 return ""
             if time.monotonic() > ends_s:
                 return json.dumps(grown)
@@ -282,7 +283,7 @@ class _Played:
             "threads": len(os.listdir("/proc/self/task")),
             "fds": len(os.listdir("/proc/self/fd")),
             "resident": int(fields[1]) * os.sysconf("SC_PAGE_SIZE"),
-            "mappings": sum(1 for _ in open("/proc/self/maps")),  # noqa: SIM115
+            "mappings": sum(1 for _ in open("/proc/self/maps")),
         }
 
 

@@ -30,10 +30,12 @@ struct UcxOptions {
   std::vector<std::pair<std::string, std::string>> settings;
   /// Whether the kernel is asked to copy from and to processes of this host.
   bool may_copy_on_host = true;
+  /// Threads for that, the engine's own included.
+  std::uint32_t copy_threads = 2;
   /// Per link: what is in flight at a time.
-  std::uint64_t window_bytes = std::uint64_t{8} << 20;
+  std::uint64_t window_bytes = std::uint64_t{4} << 20;
   std::uint32_t window_requests = 128;
-  /// Most bytes of one request, so that commands and deadlines are seen in between.
+  /// Most bytes of one request to a network that reaches into memory by itself.
   std::uint64_t request_bytes_max = std::uint64_t{1} << 20;
   /// Most bytes of one message; what UCX's buffers hold in one piece is quickest.
   std::uint64_t message_bytes_max = std::uint64_t{512} << 10;
