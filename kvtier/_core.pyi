@@ -382,7 +382,7 @@ class UcxEngine:
     One-sided transfers to peers through UCX, on one thread that sleeps when nothing moves. Any thread; RuntimeError where UCX does not serve.
     """
 
-    def __init__(self, completions: Completions, wheel_path: str = '', settings: Sequence[tuple[str, str]] = [], window_bytes: int = 8388608, window_requests: int = 128, request_bytes_max: int = 1048576, drain_s: float = 1.0) -> None:
+    def __init__(self, completions: Completions, wheel_path: str = '', settings: Sequence[tuple[str, str]] = [], may_copy_on_host: bool = True, copy_threads: int = 2, window_bytes: int = 8388608, window_requests: int = 128, request_bytes_max: int = 1048576, message_bytes_max: int = 1048576, drain_s: float = 1.0) -> None:
         """
         `settings` are UCX's, without UCX_; the environment's win. UCX is looked for on the system first, then at `wheel_path`.
         """
@@ -406,7 +406,7 @@ class UcxEngine:
     def address(self) -> bytes:
         """How engines elsewhere reach this one."""
 
-    def map(self, address: int, length: int) -> UcxMemory:
+    def map(self, address: int, length: int, is_writable: bool = True) -> UcxMemory:
         """Register memory."""
 
     def unmap(self, memory: UcxMemory) -> None:
@@ -415,13 +415,7 @@ class UcxEngine:
     def pack(self, memory: UcxMemory) -> bytes:
         """What a peer needs to reach the memory."""
 
-    @staticmethod
-    def process_start(pid: int) -> int:
-        """
-        When a process of this host began, in ticks after boot; 0 if there is none.
-        """
-
-    def connect(self, address: bytes, host_pid: int = -1, host_start: int = 0) -> UcxLink:
+    def connect(self, address: bytes, host_pid: int = -1) -> UcxLink:
         """
         A link to the engine that gave `address`; on this host if `host_pid` is its process.
         """

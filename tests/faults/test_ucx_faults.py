@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-
-from .ucx_party import SLOTS, Party
+from ucx_party import SLOTS, Party
 
 SOON_S = 10.0  # far less than the deadline of what is then in flight
 LONG_S = 50.0
