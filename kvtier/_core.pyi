@@ -389,7 +389,7 @@ class UcxEngine:
     One-sided transfers to peers through UCX, on one thread that sleeps when nothing moves. Any thread; RuntimeError where UCX does not serve.
     """
 
-    def __init__(self, completions: Completions, wheel_path: str = '', settings: Sequence[tuple[str, str]] = [], may_copy_on_host: bool = True, copy_threads: int = 2, window_bytes: int = 4194304, window_requests: int = 128, request_bytes_max: int = 1048576, message_bytes_max: int = 524288, drain_s: float = 1.0) -> None:
+    def __init__(self, completions: Completions, wheel_path: str = '', settings: Sequence[tuple[str, str]] = [], may_copy_on_host: bool = True, copy_threads: int = 2, window_bytes: int = 8388608, window_requests: int = 128, request_bytes_max: int = 1048576, message_bytes_max: int = 1048576, drain_s: float = 1.0) -> None:
         """
         `settings` are UCX's, without UCX_; the environment's win. UCX is looked for on the system first, then at `wheel_path`.
         """

@@ -4,7 +4,6 @@
 #include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <regex>
 #include <sstream>
 #include <stdexcept>
 #include <string_view>
@@ -28,11 +27,14 @@ std::vector<std::string> list_transports(const ucp::Library& library, ucp::Conte
   std::fclose(stream);
   std::istringstream lines(std::string(text, size));
   std::free(text);  // NOLINT: open_memstream's contract
-  const std::regex resource(R"(resource\s+\d+.*\s(\S+/\S+)\s*$)");
   std::vector<std::string> found;
   for (std::string line; std::getline(lines, line);) {
-    std::smatch match;
-    if (std::regex_search(line, match, resource)) found.push_back(match[1]);
+    std::istringstream words(line);
+    std::string mark, what, last;
+    words >> mark >> what;
+    while (words >> last) {
+    }
+    if (what == "resource" && last.find('/') != std::string::npos) found.push_back(last);
   }
   return found;
 }

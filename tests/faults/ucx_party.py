@@ -219,8 +219,7 @@ class _Played:
         self.ends.wait_quiet(ticket)
 
     def is_quiet(self, ticket: int) -> bool:
-        quiet: bool = self.ends.is_quiet(ticket)
-        return quiet
+        return bool(self.ends.is_quiet(ticket))
 
     def fill(self, seed: int) -> None:
         self.bytes[:] = slots(seed)

@@ -33,12 +33,12 @@ struct UcxOptions {
   /// Threads for that, the engine's own included.
   std::uint32_t copy_threads = 2;
   /// Per link: what is in flight at a time.
-  std::uint64_t window_bytes = std::uint64_t{4} << 20;
+  std::uint64_t window_bytes = std::uint64_t{8} << 20;
   std::uint32_t window_requests = 128;
   /// Most bytes of one request to a network that reaches into memory by itself.
   std::uint64_t request_bytes_max = std::uint64_t{1} << 20;
   /// Most bytes of one message; what UCX's buffers hold in one piece is quickest.
-  std::uint64_t message_bytes_max = std::uint64_t{512} << 10;
+  std::uint64_t message_bytes_max = std::uint64_t{1} << 20;
   /// How long an ended transfer's requests may take to drain before its link is reset.
   double drain_s = 1.0;
 };
