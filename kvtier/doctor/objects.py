@@ -33,7 +33,7 @@ def object_store(asked: Asked) -> Finding:
     key = f"{prefix}kvtier-doctor-{secrets.token_hex(8)}"
     where = asked.endpoint or "Amazon's S3"
     try:
-        client = boto3.client(
+        client = boto3.Session().client(
             "s3",
             endpoint_url=asked.endpoint or None,
             config=config.Config(
