@@ -66,6 +66,10 @@ class MemoryBackend(AddressableBackend):
         return _CAPABILITIES
 
     @property
+    def region(self) -> Region:
+        return self._region
+
+    @property
     def used_bytes(self) -> int:
         return self._slab.used_bytes
 

@@ -6,6 +6,7 @@ Open a `KVTier`, `attach` an engine's pages, then `lookup`, `load` and `store` b
 from kvtier.agent import Agent
 from kvtier.config import Config, TierConfig, load_config
 from kvtier.control import CleanupResult, Hit, KVTier
+from kvtier.device import DevicePlace
 from kvtier.errors import (
     BackendUnavailable,
     Closed,
@@ -19,11 +20,11 @@ from kvtier.errors import (
 from kvtier.events import Event, EventKind
 from kvtier.keys import Extra, Namespace
 from kvtier.layout import KvLayout, PagedKv
-from kvtier.loading import Load, LoadResult
+from kvtier.load import Load, LoadResult
 from kvtier.peers import Notification, NotificationKind, Peer
 from kvtier.shared_pool import SharedPool
 from kvtier.space import Space
-from kvtier.storing import StoreResult
+from kvtier.store import Store, StoreResult
 from kvtier.transfer import Op
 from kvtier.transfers import Transfer
 from kvtier.types import ChunkKey, Descriptor, Outcome, Region, RegionKind, Status
@@ -38,6 +39,7 @@ __all__ = [
     "ConfigError",
     "CorruptChunk",
     "Descriptor",
+    "DevicePlace",
     "Event",
     "EventKind",
     "Extra",
@@ -61,6 +63,7 @@ __all__ = [
     "SharedPool",
     "Space",
     "Status",
+    "Store",
     "StoreResult",
     "TierConfig",
     "Transfer",

@@ -14,7 +14,7 @@ from typing import ClassVar, Self
 
 import msgspec
 
-from kvtier.types import ChunkKey, Descriptor, Outcome
+from kvtier.types import ChunkKey, Descriptor, Outcome, Region
 
 HEAD_BYTES = 192
 """How much of each record's start `Backend.scan` gives back: the manifest's fixed part."""
@@ -167,6 +167,11 @@ class AddressableBackend(Backend):
     @abc.abstractmethod
     def view(self, record: Descriptor) -> memoryview:
         """The record's bytes, writable, without a copy."""
+
+    @property
+    @abc.abstractmethod
+    def region(self) -> Region:
+        """All of the memory that records lie in; the same until `close`."""
 
     @property
     @abc.abstractmethod

@@ -19,19 +19,22 @@ from kvtier.backend import Backend
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, TierConfig, load_config
 from kvtier.connector import ReadPage, prove_layout
+from kvtier.device import Device, DevicePlace
 from kvtier.errors import Closed, ConfigError, LeaseExpired
 from kvtier.events import Event, EventLog
 from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers, split_keys
 from kvtier.index import NONE, Lease
 from kvtier.keys import Extra, Namespace, Tokens
 from kvtier.layout import KvLayout, PagedKv
-from kvtier.loading import Load, Loader
+from kvtier.load import Load
+from kvtier.loading import Loader
 from kvtier.metrics import Metrics
 from kvtier.planner import page_array, plan_load
 from kvtier.policy import ChunkNumbers
-from kvtier.registry import open_backend, open_policy
+from kvtier.registry import open_backend, open_device, open_policy
 from kvtier.space import Space
-from kvtier.storing import Storer, StoreResult
+from kvtier.store import Store, StoreResult
+from kvtier.storing import Storer, Wanted
 from kvtier.types import ChunkKey
 from kvtier.writeback import Pending, WriteBack
 
@@ -95,6 +98,8 @@ class KVTier:
         self._events = EventLog(max(1, config.events_max))
         self._closed = False
         self._close_lock = threading.Lock()
+        self._devices: dict[tuple[str, int], Device] = {}
+        self._devices_lock = threading.Lock()
         self._load_leases: dict[int, ChunkNumbers] = {}
         tiers: list[Tier] = []
         try:
@@ -135,7 +140,7 @@ class KVTier:
             for tier in tiers[MEMORY + 1 :]
             if config.write_back and (tier.number == MEMORY + 1 or tier.is_shared)
         ]
-        self._storer = Storer(self.hierarchy, self.loader, below)
+        self._storer = Storer(self.hierarchy, self.loader, below, self.metrics)
         self._asker = Asker(self.hierarchy, clock, self.metrics, config.ask_timeout_s)
         self._trim()
 
@@ -179,14 +184,19 @@ class KVTier:
         With `kv`, and unless the setting `self_test` is off, the layout is proved on three pages
         before anything else: the engine must not be using them yet.
 
+        Pages on a device are copied by it, to and from the memory tier, which the device makes
+        ready for that once.
+
         Raises:
             LayoutMismatch: the memory is not laid out as declared.
-            ConfigError: chunks are not whole pages.
+            ConfigError: chunks are not whole pages, or there is no such kind of device.
+            BackendUnavailable: the device cannot work here, or the memory cannot be made ready.
         """
         self._check_open()
-        space = Space(namespace, layout, kv)
+        device = self._device(kv.place) if kv is not None and kv.place is not None else None
+        space = Space(namespace, layout, kv, device)
         if kv is not None and self.config.self_test:
-            prove_layout(space, self.loader.pool, read_page)
+            prove_layout(space, self.loader.pool, self.hierarchy, read_page)
         return space
 
     def lookup(
@@ -208,6 +218,8 @@ class KVTier:
             ValueError: a token is negative or does not fit 32 bits.
         """
         self._check_open()
+        if space.failure:  # nothing could be loaded: the engine computes
+            return Hit(space, 0, _NO_RUN, _NO_MASKS, self._tier_names, _NO_SIZES, None)
         ttl_s = self.config.lease_s if lease_s is None else lease_s
         self._asker.ask(space, tokens, extras)
         with self._index.lock:
@@ -265,8 +277,30 @@ class KVTier:
             ValueError: `first_token` is no page boundary, or a page number is out of range.
             LayoutMismatch: the space was attached without memory.
         """
+        store = self.start_store(space, tokens, pages, first_token=first_token, extras=extras)
+        store.finish()
+        return store.wait()
+
+    def start_store(
+        self,
+        space: Space,
+        tokens: Tokens,
+        pages: Pages,
+        *,
+        first_token: int = 0,
+        extras: Sequence[Extra] = (),
+    ) -> Store:
+        """Begin a store whose pages are filled layer by layer; see `store` for what it takes.
+
+        Makes room and copies nothing: `Store.filled` says which layers can be copied, `Store.finish`
+        that all can. Every store must be finished or cancelled; until then it holds its room.
+
+        Raises:
+            ValueError: `first_token` is no page boundary, or a page number is out of range.
+            LayoutMismatch: the space was attached without memory.
+        """
         self._check_open()
-        space.need_plan()
+        space.need_memory()
         page_ids = page_array(pages)
         if first_token % space.page_tokens or first_token < 0:
             raise ValueError(
@@ -286,26 +320,17 @@ class KVTier:
             leased = found[held]
             table.lease(leased)
         try:
-            result = self._storer.store_missing(
+            return self._storer.begin(
                 space,
-                tokens,
-                keys,
-                sizes,
-                held.tolist(),
-                found.tolist(),
+                Wanted(keys, sizes, held.tolist(), leased),
                 page_ids,
                 first_token,
-                extras,
+                lambda store: self._stored(store, begin_s),
             )
-        finally:
+        except BaseException:
             with self._index.lock:
                 table.release(leased)
-        self.metrics.observe("store_seconds", self._clock.now_s() - begin_s)
-        self.metrics.add("stored_tokens", result.stored_tokens)
-        self.metrics.add("stored_bytes", result.nbytes)
-        if result.dropped_tokens:
-            self.metrics.add("store_dropped_tokens", result.dropped_tokens)
-        return result
+            raise
 
     def load(
         self,
@@ -327,7 +352,7 @@ class KVTier:
         """
         self._check_open()
         space = hit.space
-        space.need_plan()
+        space.need_memory()
         page_ids = page_array(pages)
         if first_token % space.page_tokens or first_token < 0:
             raise ValueError(
@@ -463,7 +488,10 @@ class KVTier:
             if self._closed:
                 return
             self._closed = True
+        self._storer.close()
         self.loader.close()
+        for device in self._devices.values():  # before the memory that it copies to
+            device.close()
         for writer in self._writers.values():
             if not writer.close(self.config.close_timeout_s):
                 log.warning("kvtier: closed before everything was written down")
@@ -486,6 +514,28 @@ class KVTier:
             if tier.name == name:
                 return tier
         raise ConfigError(f"no tier named {name!r}; there are {', '.join(self._tier_names)}")
+
+    def _device(self, place: DevicePlace) -> Device:
+        """The device, opened and made ready for the memory tier when first asked for."""
+        with self._devices_lock:
+            device = self._devices.get((place.kind, place.ordinal))
+            if device is None:
+                device = open_device(place.kind, place.ordinal)
+                try:
+                    device.register(self.hierarchy.memory.region)
+                except BaseException:
+                    device.close()
+                    raise
+                self._devices[place.kind, place.ordinal] = device
+            return device
+
+    def _stored(self, store: Store, begin_s: float) -> None:
+        result = store.result()
+        self.metrics.observe("store_seconds", self._clock.now_s() - begin_s)
+        self.metrics.add("stored_tokens", result.stored_tokens)
+        self.metrics.add("stored_bytes", result.nbytes)
+        if result.dropped_tokens:
+            self.metrics.add("store_dropped_tokens", result.dropped_tokens)
 
     def _start_load(
         self,
@@ -574,6 +624,7 @@ class KVTier:
             self._apply(self.hierarchy.room_below(tier, 0).removals)
 
 
+_NO_RUN: ChunkNumbers = np.empty(0, dtype=np.uint32)
 _NO_MASKS: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 _NO_SIZES: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _core
+from kvtier.device import DeviceCopies, Device, DevicePlace, Paging
 from kvtier.errors import LayoutMismatch
 
 Addresses = npt.NDArray[np.uint64]
@@ -127,7 +128,8 @@ class PagedKv:
     Byte `x` of (plane `p`, page `g`, token `t`, head `h`) is at
     ``plane_addresses[p] + g * page_stride + t * row_stride + h * col_stride + x``; planes are
     ordered layer by layer, K before V. Strides in bytes; row and column strides are ignored by
-    opaque layouts. `owner` is kept alive as long as this is.
+    opaque layouts. `owner` is kept alive as long as this is. With a `place` the addresses are a
+    device's, else they are this process's own memory.
     """
 
     plane_addresses: Addresses
@@ -136,12 +138,13 @@ class PagedKv:
     row_stride: int = 0
     col_stride: int = 0
     owner: Any = None
+    place: DevicePlace | None = None
 
-    def copy_plan(self, layout: KvLayout) -> _core.CopyPlan:
-        """The native copy plan between these pages and block-first segments.
+    def paging(self, layout: KvLayout) -> Paging:
+        """The same as native copies take it.
 
         Raises:
-            LayoutMismatch: the addresses do not fit the layout.
+            LayoutMismatch: there is not an address for each of the layout's planes.
         """
         expected = layout.layers * layout.planes
         if len(self.plane_addresses) != expected:
@@ -149,16 +152,46 @@ class PagedKv:
                 f"{len(self.plane_addresses)} plane addresses for {layout.layers} layers of "
                 f"{layout.planes} planes"
             )
+        return Paging(
+            self.plane_addresses,
+            self.page_count,
+            self.page_stride,
+            layout.rows,
+            self.row_stride,
+            layout.cols,
+            self.col_stride,
+            layout.run_bytes,
+            self.owner,
+        )
+
+    def copy_plan(self, layout: KvLayout) -> _core.CopyPlan:
+        """The native copy plan between these pages, in host memory, and block-first segments.
+
+        Raises:
+            LayoutMismatch: the addresses do not fit the layout.
+        """
+        at = self.paging(layout)
         try:
             return _core.CopyPlan(
-                self.plane_addresses,
-                self.page_count,
-                self.page_stride,
-                layout.rows,
-                self.row_stride,
-                layout.cols,
-                self.col_stride,
-                layout.run_bytes,
+                at.plane_addresses,
+                at.page_count,
+                at.page_stride,
+                at.rows,
+                at.row_stride,
+                at.cols,
+                at.col_stride,
+                at.run_bytes,
             )
+        except ValueError as error:
+            raise LayoutMismatch(str(error)) from error
+
+    def device_copies(self, layout: KvLayout, device: Device) -> DeviceCopies:
+        """The copies between these pages, on `device`, and block-first segments.
+
+        Raises:
+            LayoutMismatch: the addresses do not fit the layout, or are not memory of the device.
+        """
+        try:
+            return device.copies(self.paging(layout))
         except ValueError as error:
             raise LayoutMismatch(str(error)) from error

@@ -4,12 +4,15 @@ Two lanes, a thread each: hits that lie in memory go layer wave by layer wave, h
 below go batch by batch (read, verify, promote, scatter) and cannot hold the first up. A load ends
 by its deadline whatever a disk does: bytes from below land in kvtier's own memory first, and only
 the scatter touches the engine's pages, under a lock that `Load.cancel` takes.
+
+Pages on a device: what lies in memory is put on the device's streams at once, on the caller's
+thread, and the first lane only waits for it to be over. What comes from below is scattered by its
+lane as ever, which then waits for the device.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,7 +24,10 @@ import numpy as np
 from kvtier import _core
 from kvtier.clock import Clock
 from kvtier.errors import CorruptChunk
+from kvtier.device_moves import wait_for
 from kvtier.hierarchy import MEMORY, Hierarchy, Tier, numbers
+from kvtier.lanes import Lane
+from kvtier.load import Load
 from kvtier.manifest import check_header
 from kvtier.metrics import Metrics
 from kvtier.planner import ChunkMove, LoadPlan, batch_of
@@ -35,145 +41,6 @@ log = logging.getLogger("kvtier")
 READ_BATCH_BYTES = 128 * 1024**2
 RESERVE_RETRY_S = 0.002
 READS_MAX = 8  # waiting; one load asks for two at a time
-CANCELLED = Outcome(Status.RETRY, detail="cancelled")
-DEADLINE = Outcome(Status.RETRY, detail="deadline passed")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadResult:
-    """What a load brought."""
-
-    tokens: int
-    """Tokens whose pages are right, counted from the first planned chunk on without a gap."""
-    outcomes: tuple[Outcome, ...]
-    """One per planned chunk."""
-    failed_pages: tuple[int, ...]
-    """The caller's pages whose content must be recomputed: of the first failed chunk and after."""
-    nbytes: int
-    seconds: float
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """A load under way; made by `KVTier.load`. Any thread may wait, poll or cancel."""
-
-    plan: LoadPlan
-    clock: Clock
-    deadline_s: float
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _outcomes: list[Outcome | None] = field(default_factory=list)
-    _waves_done: int = 0
-    _writing: bool = False
-    _result: LoadResult | None = None
-    _started_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._outcomes = [None] * len(self.plan.chunks)
-        self._started_s = self.clock.now_s()
-
-    # For callers --------------------------------------------------------------------------------
-
-    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Wait until `layer` of every planned chunk is in place; False if it never will be.
-
-        A load past its deadline is cancelled here: the answer comes by then.
-        """
-        wave = self.plan.space.wave_of_layer[layer]
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._waves_done > wave or self._result is not None, self._left(timeout_s)
-            )
-            if self._waves_done > wave:
-                return True
-        self.done()
-        return False
-
-    def wait(self, timeout_s: float | None = None) -> LoadResult | None:
-        """The result, or None if it is not there after `timeout_s` (default: the deadline)."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._result is not None, self._left(timeout_s))
-        return self.result()
-
-    def done(self) -> bool:
-        """Whether the load has ended; one past its deadline ends here."""
-        if self._result is None and self.clock.now_s() >= self.deadline_s:
-            self._end(DEADLINE)
-        return self._result is not None
-
-    def result(self) -> LoadResult | None:
-        """The result if the load has ended."""
-        self.done()
-        return self._result
-
-    def cancel(self) -> LoadResult:
-        """End it now: when this returns, no page is touched any more."""
-        self._end(CANCELLED)
-        assert self._result is not None, "_end leaves a result"
-        return self._result
-
-    # For the loader ------------------------------------------------------------------------------
-
-    def settle(self, position: int, outcome: Outcome) -> None:
-        """Chunk `position` of the plan ended with `outcome`; the first word counts."""
-        with self._changed:
-            if self._outcomes[position] is None:
-                self._outcomes[position] = outcome
-
-    def write(self, work: Callable[[], object]) -> bool:
-        """Run `work`, which writes engine pages, unless the load has ended; False if it has."""
-        with self._changed:
-            if self._result is not None or self.clock.now_s() >= self.deadline_s:
-                return False
-            self._writing = True
-        try:
-            work()
-        finally:
-            with self._changed:
-                self._writing = False
-                self._changed.notify_all()
-        return True
-
-    def wave_done(self, wave: int) -> None:
-        """All chunks have waves up to and including `wave` in place."""
-        with self._changed:
-            self._waves_done = max(self._waves_done, wave + 1)
-            self._changed.notify_all()
-
-    def finish(self) -> None:
-        """All outcomes are settled, or the rest never will be."""
-        self._end(DEADLINE)
-
-    def all_ok(self) -> bool:
-        """Whether every planned chunk is settled and right."""
-        with self._changed:
-            return all(outcome is not None and outcome.ok for outcome in self._outcomes)
-
-    def _left(self, timeout_s: float | None) -> float:
-        left = max(0.0, self.deadline_s - self.clock.now_s())
-        return left if timeout_s is None else min(left, timeout_s)
-
-    def _end(self, rest: Outcome) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._writing)  # a memory copy: milliseconds
-            if self._result is not None:
-                return
-            outcomes = tuple(outcome or rest for outcome in self._outcomes)
-            self._result = self._summary(outcomes)
-            self._changed.notify_all()
-
-    def _summary(self, outcomes: tuple[Outcome, ...]) -> LoadResult:
-        tokens, nbytes, whole = 0, 0, True
-        failed: list[int] = []
-        for move, outcome in zip(self.plan.chunks, outcomes, strict=True):
-            whole = whole and outcome.ok
-            if whole:
-                tokens += move.head.tokens
-                nbytes += outcome.nbytes
-            else:
-                failed.extend(page for page in move.pages.tolist() if page >= 0)
-        return LoadResult(
-            tokens, outcomes, tuple(failed), nbytes, self.clock.now_s() - self._started_s
-        )
 
 
 class Loader:
@@ -195,8 +62,8 @@ class Loader:
         self._metrics = metrics
         self._on_damage = on_damage
         self._on_left = on_left  # the lane is done with a load: its lease may go, then it finishes
-        self._lanes = [_Lane(name, load_queue_max) for name in ("memory", "below")]
-        self._reader = _Lane("read", READS_MAX)
+        self._lanes = [Lane(name, load_queue_max) for name in ("memory", "below")]
+        self._reader = Lane("read", READS_MAX)
         self._closing = threading.Event()
 
     def gather(
@@ -220,8 +87,14 @@ class Loader:
             chunks = numbers(move.number for move in load.plan.chunks)
             below = bool(((table.tiers(chunks) & 1) == 0).any()) if len(chunks) else False
         work = self._load_mixed if below else self._load_from_memory
+        if load.plan.space.copies is not None:
+            load.stream = load.plan.space.stream()  # here: the lanes do not know the engine's
+            if not below and len(chunks):
+                self._begin_on_device(load)
+                work = self._end_on_device
         if not self._lanes[below].offer(lambda: self._guard(work, load)):
             self._metrics.add("loads_refused")
+            self._give_up_move(load)
             load.cancel()
             self._on_left(load)
 
@@ -236,9 +109,9 @@ class Loader:
 
     def _guard(self, work: Callable[[Load], None], load: Load) -> None:
         try:
-            if load.done():
+            if load.move is None and load.done():
                 return
-            if self._closing.is_set():
+            if load.move is None and self._closing.is_set():
                 load.cancel()
                 return
             work(load)
@@ -253,6 +126,48 @@ class Loader:
     def _load_from_memory(self, load: Load) -> None:
         moves = list(enumerate(load.plan.chunks))
         self._scatter(load, moves, self._locate(moves))
+
+    def _begin_on_device(self, load: Load) -> None:
+        """Put all waves on the device's streams; settles what cannot be begun."""
+        moves = list(enumerate(load.plan.chunks))
+        records = self._locate(moves)
+        space = load.plan.space
+        assert space.copies is not None, "asked for pages on a device only"
+        if len(records) < len(moves):
+            for position, _ in moves:
+                load.settle(position, Outcome(Status.MISSING, detail="no longer held"))
+            return
+        try:
+            batch = batch_of(space, load.plan.chunks, [records[position] for position, _ in moves])
+            load.begin_move(space.copies.scatter(batch, load.stream))
+        except (OSError, ValueError) as error:
+            self._device_failed(load, error)
+
+    def _end_on_device(self, load: Load) -> None:
+        """Wait for the waves; the engine has not."""
+        move = load.move
+        if move is None:  # it could not begin
+            return
+        try:
+            wait_for(move)
+        except OSError as error:
+            self._device_failed(load, error)
+        else:
+            for position, chunk in enumerate(load.plan.chunks):
+                load.settle(position, Outcome(Status.OK, chunk.head.payload_bytes))
+        finally:
+            load.end_move()
+
+    def _give_up_move(self, load: Load) -> None:
+        """No lane will wait for it: wait here."""
+        if load.move is not None:
+            self._end_on_device(load)
+
+    def _device_failed(self, load: Load, error: Exception) -> None:
+        log.warning("kvtier: load on a device failed: %s", error)
+        self._metrics.add("loads_failed")
+        for position in range(len(load.plan.chunks)):
+            load.settle(position, Outcome(Status.FAILED, detail=str(error)))
 
     def _locate(self, moves: Sequence[tuple[int, ChunkMove]]) -> dict[int, Descriptor]:
         """Records of the chunks that lie in memory, by position; leased, so they stay."""
@@ -279,10 +194,17 @@ class Loader:
         if not present:
             return
         space = load.plan.space
-        plan = space.need_plan()
         batch = batch_of(
             space, [move for _, move in present], [records[position] for position, _ in present]
         )
+        if space.copies is not None:
+            copies = space.copies
+            if not load.write(lambda: wait_for(copies.scatter(batch, load.stream))):
+                return
+            for position, move in present:
+                load.settle(position, Outcome(Status.OK, move.head.payload_bytes))
+            return
+        plan = space.need_plan()
         for wave, (first, count) in enumerate(batch.waves):
             copy = partial(
                 plan.scatter,
@@ -512,31 +434,3 @@ def _cut(moves: list[tuple[int, ChunkMove]]) -> list[list[tuple[int, ChunkMove]]
         alone = max(1, len(last) // 4)
         batches += [last[:-alone], last[-alone:]]
     return batches
-
-
-class _Lane:
-    """One thread that runs what is offered, in order."""
-
-    def __init__(self, name: str, queue_max: int) -> None:
-        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=queue_max)
-        self._thread = threading.Thread(target=self._run, name=f"kvtier-{name}", daemon=True)
-        self._thread.start()
-
-    def offer(self, work: Callable[[], None]) -> bool:
-        try:
-            self._queue.put_nowait(work)
-        except queue.Full:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Let what is queued run (it sees that the loader is closing), then end the thread."""
-        try:
-            self._queue.put(None, timeout=1.0)
-        except queue.Full:  # the thread is stuck in I/O below: it is a daemon and is left behind
-            return
-        self._thread.join(timeout=1.0)
-
-    def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work()

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.device import Batch, PageIds
 from kvtier.manifest import Head, RecordShape
 from kvtier.policy import ChunkNumbers
 from kvtier.space import Space
 from kvtier.types import Descriptor
-
-PageIds = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +41,6 @@ class LoadPlan:
     first_token: int
     """Where the first planned chunk begins."""
     wave_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one call of the native copy takes for all waves of some chunks."""
-
-    page_ids: PageIds
-    page_offsets: npt.NDArray[np.uint32]
-    segments: npt.NDArray[np.uint64]
-    """[wave, chunk] addresses."""
-    waves: tuple[tuple[int, int], ...]
-    """First plane and plane count of each wave."""
 
 
 def page_array(pages: Sequence[int] | npt.NDArray[np.integer]) -> PageIds:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvtier.backend import Backend
 from kvtier.config import convert
+from kvtier.device import Device
 from kvtier.errors import ConfigError
 from kvtier.policy import Policy
 from kvtier.transfer import TransferBackendFactory
@@ -39,6 +40,17 @@ def open_policy(name: str, path: str) -> Policy:
         raise ConfigError(f"{path}: {name!r} is not a kvtier Policy")
     policy: Policy = kind()
     return policy
+
+
+def open_device(name: str, ordinal: int) -> Device:
+    """Open the device registered as `name`.
+
+    Raises:
+        ConfigError: nothing is registered under that name.
+        BackendUnavailable: it cannot work on this machine.
+    """
+    device: Device = _load("kvtier.devices", name, "place")(ordinal)
+    return device
 
 
 def transfer_backends(wanted: Sequence[str] | None = None) -> dict[str, TransferBackendFactory]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _core
+from kvtier.device import Device, DeviceCopies
 from kvtier.errors import ConfigError, LayoutMismatch
 from kvtier.index import NONE
 from kvtier.keys import Extra, Namespace, Tokens, chunk_keys, namespace_id, partial_key
@@ -21,13 +22,21 @@ from kvtier.types import KEY_BYTES, ChunkKey
 class Space:
     """Built by `KVTier.attach`. Equal namespaces and layouts share their chunks.
 
-    Without `kv` it can look up, pin and clean up, but not move bytes.
+    Without `kv` it can look up, pin and clean up, but not move bytes. Of pages on a device, `device`
+    is what copies them; it belongs to the `KVTier`.
 
     Raises:
         ConfigError: chunks are not whole pages.
+        LayoutMismatch: the addresses of `kv` do not fit the layout.
     """
 
-    def __init__(self, namespace: Namespace, layout: KvLayout, kv: PagedKv | None = None) -> None:
+    def __init__(
+        self,
+        namespace: Namespace,
+        layout: KvLayout,
+        kv: PagedKv | None = None,
+        device: Device | None = None,
+    ) -> None:
         if namespace.chunk_tokens % layout.page_tokens:
             raise ConfigError(
                 f"chunks of {namespace.chunk_tokens} tokens are not whole pages of "
@@ -36,11 +45,38 @@ class Space:
         self.namespace = namespace
         self.layout = layout
         self.kv = kv
-        self.plan = kv.copy_plan(layout) if kv is not None else None
+        self.device = device
+        self.plan: _core.CopyPlan | None = None
+        """How host memory is copied."""
+        self.copies: DeviceCopies | None = None
+        """How a device's memory is copied; one of the two, if there are pages."""
+        if kv is not None and device is not None:
+            self.copies = kv.device_copies(layout, device)
+        elif kv is not None and kv.place is not None:
+            raise LayoutMismatch("pages on a device are copied by it: use KVTier.attach")
+        elif kv is not None:
+            self.plan = kv.copy_plan(layout)
         self.root = namespace.root(layout.fingerprint)
         self.id = namespace_id(self.root)
         self.chunk_tokens = namespace.chunk_tokens
         self.page_tokens = layout.page_tokens
+
+    def beside(self, namespace: Namespace) -> Space:
+        """The same pages under another namespace, such as another adapter's or tenant's."""
+        other = Space(namespace, self.layout)
+        other.kv, other.device = self.kv, self.device
+        other.plan, other.copies = self.plan, self.copies
+        return other
+
+    @property
+    def failure(self) -> str:
+        """Why nothing can be copied any more; empty while it can."""
+        return self.device.failure if self.device is not None else ""
+
+    def stream(self) -> int:
+        """The stream on which the engine of pages on a device computes now."""
+        assert self.kv is not None and self.kv.place is not None, "asked of device spaces only"
+        return self.kv.place.stream()
 
     def shape(self, pages: int) -> RecordShape:
         """The stored form of a chunk of `pages` pages."""
@@ -142,12 +178,13 @@ class Space:
         if len(page_ids) and not lowest <= int(page_ids.min()) <= int(page_ids.max()) < page_count:
             raise ValueError(f"page number outside {lowest} to {page_count - 1}")
 
-    def need_plan(self) -> _core.CopyPlan:
-        """The copy plan.
-
-        Raises:
-            LayoutMismatch: the space was attached without memory.
-        """
-        if self.plan is None:
+    def need_memory(self) -> None:
+        """Raise LayoutMismatch if the space was attached without memory."""
+        if self.plan is None and self.copies is None:
             raise LayoutMismatch("this space was attached without KV memory: it can only look up")
+
+    def need_plan(self) -> _core.CopyPlan:
+        """The copy plan of pages in host memory; raises as `need_memory`."""
+        self.need_memory()
+        assert self.plan is not None, "pages on a device have `copies` instead"
         return self.plan
