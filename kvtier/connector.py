@@ -127,4 +127,3 @@ def _mover(
         yield gather_by_device, scatter_by_device
     finally:
         hierarchy.cancel([record])
-

@@ -65,7 +65,7 @@ class CopyingTransfers(BlockingTransfers):
         """Nothing was taken."""
 
     def prepare(self, pieces: Pieces, link: Any) -> Copies:  # noqa: D102
-        local, remote = _addresses(pieces.local), _addresses(pieces.remote)
+        local, remote = addresses_of(pieces.local), addresses_of(pieces.remote)
         source_side, target_side = pieces.remote, pieces.local
         sources, targets = remote, local
         if pieces.op is Op.WRITE:
@@ -73,7 +73,7 @@ class CopyingTransfers(BlockingTransfers):
             sources, targets = local, remote
         _check_writable(target_side)
         lengths = np.ascontiguousarray(pieces.lengths, np.uint64)
-        _check_overlap(targets, sources, lengths)
+        check_overlap(targets, sources, lengths)
         kept = (*source_side.handles, *target_side.handles)
         return Copies(targets, sources, lengths, batch_ends(lengths), kept)
 
@@ -120,7 +120,8 @@ def batch_ends(lengths: Addresses) -> list[int]:
     return [*(np.flatnonzero(np.diff(batches)) + 1).tolist(), len(lengths)]
 
 
-def _addresses(side: Side) -> Addresses:
+def addresses_of(side: Side) -> Addresses:
+    """Where each piece begins on that side; its handles have an `address`."""
     starts = np.array([handle.address for handle in side.handles], np.uint64)
     return np.ascontiguousarray(starts[side.which] + side.offsets, np.uint64)
 
@@ -132,7 +133,7 @@ def _check_writable(target: Side) -> None:
         raise Unsuitable("the target region is read-only")
 
 
-def _check_overlap(targets: Addresses, sources: Addresses, lengths: Addresses) -> None:
+def check_overlap(targets: Addresses, sources: Addresses, lengths: Addresses) -> None:
     """A copy between bytes that overlap would read what it has just written."""
     apart = np.where(targets > sources, targets - sources, sources - targets)
     overlaps = apart < lengths

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _core
-from kvtier.device import DeviceCopies, Device, DevicePlace, Paging
+from kvtier.device import Device, DeviceCopies, DevicePlace, Paging
 from kvtier.errors import LayoutMismatch
 
 Addresses = npt.NDArray[np.uint64]

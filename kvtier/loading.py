@@ -23,14 +23,14 @@ import numpy as np
 
 from kvtier import _core
 from kvtier.clock import Clock
-from kvtier.errors import CorruptChunk
 from kvtier.device_moves import wait_for
+from kvtier.errors import CorruptChunk
 from kvtier.hierarchy import MEMORY, Hierarchy, Tier, numbers
 from kvtier.lanes import Lane
 from kvtier.load import Load
 from kvtier.manifest import check_header
 from kvtier.metrics import Metrics
-from kvtier.planner import ChunkMove, LoadPlan, batch_of
+from kvtier.planner import ChunkMove, batch_of
 from kvtier.space import Space
 from kvtier.types import ChunkKey, Descriptor, Outcome, Status
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvtier.arrays import ArrayView, is_array, view_of
 from kvtier.shared_pool import SharedPool
 from kvtier.types import Region, RegionKind
 
@@ -102,14 +103,8 @@ def _memory(source: Any) -> Described:
         view = source.view(0, source.capacity_bytes)
         whole = (source.address, source.capacity_bytes, 0, source.is_writable)
         return Described(RegionKind.DRAM, *whole, view, (source, view))
-    device = getattr(source, "__cuda_array_interface__", None)
-    if device is not None:
-        return _array(source, device, RegionKind.VRAM, _ordinal(source))
-    if hasattr(source, "data_ptr") and hasattr(source, "element_size"):  # torch, on the host
-        if not source.is_contiguous():
-            raise ValueError("a tensor with gaps is no region: register its storage")
-        nbytes = source.numel() * source.element_size()
-        return Described(RegionKind.DRAM, source.data_ptr(), nbytes, 0, True, source, source)
+    if hasattr(source, "data_ptr") or (is_array(source) and not _is_buffer(source)):
+        return _array(view_of(source))
     try:
         view = memoryview(source)
     except TypeError:
@@ -122,23 +117,19 @@ def _memory(source: Any) -> Described:
     return Described(RegionKind.DRAM, address, view.nbytes, 0, not view.readonly, source, view)
 
 
-def _array(source: Any, interface: dict[str, Any], kind: RegionKind, device: int) -> Described:
-    address, readonly = interface["data"]
-    itemsize = np.dtype(interface["typestr"]).itemsize
-    shape, strides = tuple(interface["shape"]), interface.get("strides")
-    dense: list[int] = []
-    step = itemsize
-    for size in reversed(shape):
-        dense.insert(0, step)
-        step *= size
-    if strides is not None and tuple(strides) != tuple(dense):
-        raise ValueError("an array with gaps is no region")
-    return Described(kind, int(address), step, device, not readonly, source, source)
+def _array(view: ArrayView) -> Described:
+    if not view.is_dense:
+        raise ValueError("an array with gaps is no region: register its storage")
+    kind = RegionKind.DRAM if view.device is None else RegionKind.VRAM
+    device = view.device or 0
+    return Described(
+        kind, view.address, view.nbytes, device, view.is_writable, view.owner, view.owner
+    )
 
 
-def _ordinal(source: Any) -> int:
-    device = getattr(source, "device", None)
-    for name in ("index", "id"):
-        if isinstance(number := getattr(device, name, None), int):
-            return number
-    return 0
+def _is_buffer(source: Any) -> bool:
+    try:
+        memoryview(source).release()
+    except (TypeError, BufferError):
+        return False
+    return True

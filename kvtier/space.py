@@ -75,8 +75,9 @@ class Space:
 
     def stream(self) -> int:
         """The stream on which the engine of pages on a device computes now."""
-        assert self.kv is not None and self.kv.place is not None, "asked of device spaces only"
-        return self.kv.place.stream()
+        place = self.kv.place if self.kv is not None else None
+        assert place is not None, "asked of spaces on a device only"
+        return place.stream()
 
     def shape(self, pages: int) -> RecordShape:
         """The stored form of a chunk of `pages` pages."""

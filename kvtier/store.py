@@ -64,9 +64,7 @@ class Store:
         self.records = records
         """Room for each chunk of `moves`; None for one that is held already."""
         self.coming: list[ChunkKey] = [
-            move.head.key
-            for move, record in zip(moves, records, strict=True)
-            if record is not None
+            move.head.key for move, record in zip(moves, records, strict=True) if record is not None
         ]
         """Chunks that were not held and have room."""
         self.leased = leased
@@ -180,7 +178,8 @@ class Store:
             self._layers_left[wave] += 1
 
     def _gather(self, first: int, stop: int) -> bool:
-        assert self._batch is not None and self.space.copies is not None, "_plan came before"
+        assert self._batch is not None, "_plan came before"
+        assert self.space.copies is not None, "asked for pages on a device only"
         if self._failure is not None:
             return False
         try:

@@ -161,6 +161,16 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Layers wait for their bytes in Python, which a full CUDA graph would leave out."""
         return split_settings(extra_config)[1].load in ("auto", "layerwise")
 
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """On GPUs blocks of all layers together, which the copy engine takes in one piece.
+
+        A wish: where the attention backend does not offer it, vLLM takes another and says so.
+        """
+        from vllm.platforms import current_platform
+
+        return "BLHNC" if current_platform.is_cuda_alike() else None
+
     # Worker ---------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -187,8 +197,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         """Return when the layer's pages are there, or never will be."""
         self._worker.wait_layer(layer_name)
 
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: chunks are copied whole, after the forward pass."""
+    @_or(_nothing)
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        """The layer's KV is on its way into its pages: a device may copy it out as it comes."""
+        self._worker.layer_filled(layer_name, self._step())
 
     @_or(_nothing)
     def wait_for_save(self) -> None:

@@ -41,6 +41,7 @@ class Engine:
         self.settings = settings
         self.namespace = namespace
         self.pages: Pages | None = None
+        self._first: Space | None = None
         self._spaces: dict[tuple[str, str], Space] = {}
 
     def bind(self, pages: Pages) -> None:
@@ -48,8 +49,11 @@ class Engine:
 
         Raises:
             LayoutMismatch: copying through it does not give back what was there.
+            BackendUnavailable: it lies on a device that kvtier cannot use here.
         """
-        self.tier.attach(self.namespace, pages.layout, pages.kv, read_page=pages.read_page)
+        self._first = self.tier.attach(
+            self.namespace, pages.layout, pages.kv, read_page=pages.read_page
+        )
         self.pages = pages
 
     def need_pages(self) -> Pages:
@@ -61,13 +65,11 @@ class Engine:
         """Where the chunks of a LoRA adapter and a tenant's salt are looked up and stored."""
         space = self._spaces.get((adapter, salt))
         if space is None:
-            pages = self.need_pages()
             if len(self._spaces) >= SPACES_MAX:
                 self._spaces.pop(next(iter(self._spaces)))
             # Not `attach`: its proof borrows pages, which are in use by now.
-            space = Space(
-                replace(self.namespace, adapter=adapter, salt=salt), pages.layout, pages.kv
-            )
+            assert self._first is not None, "register_kv_caches comes before any request"
+            space = self._first.beside(replace(self.namespace, adapter=adapter, salt=salt))
             self._spaces[adapter, salt] = space
         return space
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvtier import ConfigError, KvLayout, LayoutMismatch, PagedKv
+from kvtier import ConfigError, DevicePlace, KvLayout, LayoutMismatch, PagedKv
+from kvtier.arrays import stream_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,7 @@ class Pages:
                 (tensor[0].numel(),), (1,), tensor.storage_offset() + page * tensor.stride(0)
             )
             .view(torch.uint8)
+            .cpu()
             .numpy()
             .tobytes()
             for tensor in self.tensors
@@ -74,8 +76,8 @@ def describe_pages(
     """Layout and addresses of the registered tensors; pages hold `tokens` tokens.
 
     Raises:
-        LayoutMismatch: the tensors are not equal, not in host memory, or a page of one layer is not
-            one piece.
+        LayoutMismatch: the tensors are not equal, neither in host memory nor on one CUDA device, or
+            a page of one layer is not one piece.
     """
     if not kv_caches:
         raise LayoutMismatch("vLLM registered no KV tensors")
@@ -85,15 +87,17 @@ def describe_pages(
     for name, tensor in kv_caches.items():
         if not hasattr(tensor, "data_ptr"):
             raise LayoutMismatch(f"layer {name} keeps {type(tensor).__name__}, not one tensor")
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise LayoutMismatch(
-                f"layer {name} lies on {tensor.device}: this version of kvtier serves KV in host "
-                "memory (vLLM's CPU backend) only"
+                f"layer {name} lies on {tensor.device}: kvtier serves KV in host memory (vLLM's CPU "
+                "backend) and on CUDA devices"
             )
         if tensor.data_ptr() not in number_at:  # else a layer that reuses another's KV
             number_at[tensor.data_ptr()] = len(tensors)
             tensors.append(tensor)
         layer_of[name] = number_at[tensor.data_ptr()]
+    if len(devices := {tensor.device for tensor in tensors}) != 1:
+        raise LayoutMismatch(f"layers on {len(devices)} devices: {sorted(map(str, devices))}")
     shapes = {(tuple(t.shape), t.stride(), t.dtype) for t in tensors}
     if len(shapes) != 1:
         raise LayoutMismatch(
@@ -121,8 +125,15 @@ def describe_pages(
         page_count=page_count,
         page_stride=strides[0] * item,
         owner=tensors,
+        place=_place(tensors[0]),
     )
     return Pages(layout, kv, layer_of, tensors)
+
+
+def _place(tensor: torch.Tensor) -> DevicePlace | None:
+    if tensor.device.type == "cpu":
+        return None
+    return DevicePlace("cuda", tensor.device.index or 0, stream_of(tensor))
 
 
 def packing_name(vllm_config: VllmConfig, layer: str, tensor: torch.Tensor) -> str:
@@ -141,7 +152,7 @@ def packing_name(vllm_config: VllmConfig, layer: str, tensor: torch.Tensor) -> s
         proof = _packing_proof(module, tensor)
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         proof = f"vllm {vllm.__version__}"
-    return f"vllm-cpu/{backend}/{isa}/{proof}"
+    return f"vllm-{tensor.device.type}/{backend}/{isa}/{proof}"
 
 
 def _packing_proof(module: Any, tensor: torch.Tensor) -> str:
@@ -149,15 +160,16 @@ def _packing_proof(module: Any, tensor: torch.Tensor) -> str:
 
     _, heads, tokens, content = tensor.shape
     size = content // 2
-    page = torch.zeros((2, heads, tokens, content), dtype=tensor.dtype)
+    device = tensor.device
+    page = torch.zeros((2, heads, tokens, content), dtype=tensor.dtype, device=device)
     dtype = module.dtype if hasattr(module, "dtype") else torch.get_default_dtype()
     # Small integers: exact in every dtype, also as fp8, and different along each axis.
-    key = torch.arange(tokens * heads * size).reshape(tokens, heads, size) % 13
-    slots = torch.arange(tokens, 2 * tokens)  # page 1, in order
+    key = torch.arange(tokens * heads * size, device=device).reshape(tokens, heads, size) % 13
+    slots = torch.arange(tokens, 2 * tokens, device=device)  # page 1, in order
     module.impl.do_kv_cache_update(module, key.to(dtype), (key % 7 + 1).to(dtype), page, slots)
     if not page[1].view(torch.uint8).any() or page[0].view(torch.uint8).any():
         raise ValueError("the backend did not fill the page it was told to")
-    return hashlib.sha256(page[1].view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return hashlib.sha256(page[1].view(torch.uint8).cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> str:

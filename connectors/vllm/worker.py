@@ -4,6 +4,9 @@ Everything vLLM calls runs on its own thread, in the order of `connector`. Copie
 before a call returns, so that whatever vLLM does with a page afterwards (preemption, abort, reuse)
 cannot change what was stored. Copies into pages run on kvtier's threads and are over, for certain,
 before vLLM is told that they are.
+
+On a GPU the same holds in the order of vLLM's stream, and nothing here waits for the GPU: what vLLM
+puts on its stream after a call comes after the copies that the call began.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvtier import Extra, Hit, Load, Space
+from kvtier import Extra, Hit, Load, Space, Store
 
 if TYPE_CHECKING:
     from kvtier.connectors.vllm.engine import Engine
@@ -100,6 +103,12 @@ class WorkerSide:
         self._runs_ahead = runs_ahead
         self._guard = guard
         self._in_step: list[_Running] = []
+        self._trailing: list[_Running] = []
+        """Loads of earlier steps that a device keeps in order and whose end is still to be heard of."""
+        self._filling: list[tuple[StoreOrder, Store | None]] | None = None
+        """This step's stores, once its first layer is filled."""
+        self._storing: list[Store] = []
+        """Stores of earlier steps whose end is still to be heard of."""
         self._between: dict[str, _Running] = {}
         self._bad_pages: set[int] = set()
         self._spoiled: dict[str, int] = {}
@@ -113,7 +122,7 @@ class WorkerSide:
     def begin(self, step: Step) -> None:
         """Nothing of this step has touched a page yet: save what ended requests leave."""
         for order in step.last_stores:
-            self._store_unless_spoiled(order)
+            self._end_store(order, self._begin_store(order))
 
     def start_loads(self, step: Step) -> None:
         """Start this step's loads; returns at once."""
@@ -138,21 +147,41 @@ class WorkerSide:
             with self._guard("wait_for_layer_load"):
                 running.failed = not running.load.wait_layer(layer)
 
+    def layer_filled(self, name: str, step: Step) -> None:
+        """The named layer of the step's pages is filled when vLLM's stream comes to it."""
+        if not step.stores or self._engine.need_pages().kv.place is None:
+            return
+        if self._filling is None:
+            self._filling = [(order, self._begin_store(order)) for order in step.stores]
+        layer = self._engine.need_pages().layer_of[name]
+        for _, store in self._filling:
+            if store is not None:
+                with self._guard("save_kv_layer"):
+                    store.filled(layer)
+
     def finish(self, step: Step) -> None:
         """The forward pass is over: settle its loads, then store what it filled."""
         bad: set[int] = set()
-        for running in self._in_step:
-            bad.update(self._settle(running))
-        self._in_step.clear()
+        running_on, self._in_step = [*self._trailing, *self._in_step], []
+        self._trailing.clear()
+        for running in running_on:
+            if self._is_trailing(running):
+                self._trailing.append(running)
+            else:
+                bad.update(self._settle(running))
         self._report.spoiled_pages |= bad
         self._read_wrong |= bad
-        for order in step.stores:
+        stores, self._filling = self._filling, None
+        if stores is None:
+            stores = [(order, self._begin_store(order)) for order in step.stores]
+        for order, store in stores:
             # A request may share the pages of another's failed load through vLLM's prefix cache.
             if not self._read_wrong.isdisjoint(order.pages):
                 self._spoiled[order.request_id] = order.attempt
                 self._report.spoiled.add(order.request_id)
-            self._store_unless_spoiled(order)
+            self._end_store(order, store)
         self._read_wrong = bad if self._runs_ahead else set()
+        self._hear_of_stores()
 
     def arrived(self, ended_requests: set[str], idle: bool) -> set[str]:
         """Requests whose load between steps is over, each told once, also when it failed."""
@@ -182,7 +211,7 @@ class WorkerSide:
 
     def stop(self) -> None:
         """No page is touched after this."""
-        for running in [*self._in_step, *self._between.values()]:
+        for running in [*self._in_step, *self._trailing, *self._between.values()]:
             self._cancel(running)
 
     # Single orders: a fault in one is that one's failure ------------------------------------------
@@ -210,18 +239,42 @@ class WorkerSide:
             self._report.failed.add(order.request_id)
         return bad
 
-    def _store_unless_spoiled(self, order: StoreOrder) -> None:
-        if self._spoiled.get(order.request_id, -1) >= order.attempt:
-            return
-        with self._guard("wait_for_save"):
-            result = self._engine.tier.store(
+    def _is_trailing(self, running: _Running) -> bool:
+        """Whether the device keeps its order and has not ended it: nothing needs to wait for it."""
+        load = running.load
+        return load is not None and not running.failed and load.is_ordered and not load.done()
+
+    def _is_spoiled(self, order: StoreOrder) -> bool:
+        return self._spoiled.get(order.request_id, -1) >= order.attempt
+
+    def _begin_store(self, order: StoreOrder) -> Store | None:
+        if self._is_spoiled(order):
+            return None
+        with self._guard("save_kv_layer"):
+            return self._engine.tier.start_store(
                 order.space,
                 order.tokens,
                 order.pages[order.first_token // order.space.page_tokens :],
                 first_token=order.first_token,
                 extras=order.extras,
             )
-            self._report.stored_tokens += result.stored_tokens
+        return None
+
+    def _end_store(self, order: StoreOrder, store: Store | None) -> None:
+        if store is None:
+            return
+        with self._guard("wait_for_save"):
+            if self._is_spoiled(order):
+                store.cancel()
+            else:
+                store.finish()
+                self._storing.append(store)
+
+    def _hear_of_stores(self) -> None:
+        for store in self._storing:
+            if store.done():
+                self._report.stored_tokens += store.result().stored_tokens
+        self._storing = [store for store in self._storing if not store.done()]
 
     def _cancel(self, running: _Running) -> None:
         if running.load is not None:

@@ -1,0 +1,105 @@
+"""Engine pages on a CUDA device, to and from the memory tier: the device that `KVTier.attach` opens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtier._core import CudaDevice, DeviceJob, DevicePlan
+from kvtier.backends.cuda_device import give_back, take_device
+from kvtier.backends.cuda_paths import Costs, Direction, costs_of
+from kvtier.device import Batch, Device, DeviceCopies, Paging
+from kvtier.errors import BackendUnavailable
+from kvtier.types import Region
+
+
+class CudaPages(Device):
+    """Copies on streams of its own, in both directions at once, after and before the engine's."""
+
+    def __init__(self, ordinal: int) -> None:
+        """Open the device and learn what its ways of copying cost.
+
+        Raises:
+            BackendUnavailable: it cannot work here; says why.
+        """
+        self._device: CudaDevice | None = take_device(ordinal)
+        self._registered: list[int] = []
+        try:
+            self._costs = costs_of(self._device)
+        except OSError as error:
+            self.close()
+            raise BackendUnavailable(f"CUDA device {ordinal}: {error.strerror}") from error
+
+    @property
+    def failure(self) -> str:
+        return self._device.failure if self._device is not None else "closed"
+
+    def register(self, memory: Region) -> None:
+        device = self._open()
+        try:
+            self._registered.append(device.register_host(memory.address, memory.nbytes))
+        except OSError as error:
+            raise BackendUnavailable(
+                f"the memory tier of {memory.nbytes} bytes cannot be page-locked for CUDA: "
+                f"{error.strerror}"
+            ) from error
+
+    def copies(self, paging: Paging) -> CudaCopies:
+        return CudaCopies(self._open(), self._costs, paging)
+
+    def close(self) -> None:
+        device, self._device = self._device, None
+        if device is None:
+            return
+        for number in self._registered:
+            device.unregister_host(number)
+        give_back(device)
+
+    def _open(self) -> CudaDevice:
+        if self._device is None:
+            raise BackendUnavailable("this CUDA device is closed")
+        return self._device
+
+
+class CudaCopies(DeviceCopies):
+    """Copies of one engine's pages, each the way that costs least for its runs."""
+
+    def __init__(self, device: CudaDevice, costs: Costs, paging: Paging) -> None:
+        self._paging = paging  # keeps the engine's memory
+        self._plan = DevicePlan(
+            device,
+            paging.plane_addresses,
+            paging.page_count,
+            paging.page_stride,
+            paging.rows,
+            paging.row_stride,
+            paging.cols,
+            paging.col_stride,
+            paging.run_bytes,
+        )
+        self._costs = costs
+        apart = np.diff(paging.plane_addresses.astype(np.int64))
+        one_run = self._plan.run_bytes == self._plan.plane_bytes
+        self._is_joined = one_run and bool((apart == self._plan.plane_bytes).all())
+
+    def gather(self, batch: Batch, stream: int) -> DeviceJob:
+        return self._plan.gather(*_arguments(batch), self._way("gather", batch), stream)
+
+    def scatter(self, batch: Batch, stream: int) -> DeviceJob:
+        return self._plan.scatter(*_arguments(batch), self._way("scatter", batch), stream)
+
+    def _way(self, direction: Direction, batch: Batch) -> str:
+        # Where layers follow each other within a block, a wave of it is one run.
+        planes = batch.waves[0][1] if self._is_joined else 1
+        return self._costs.choose(direction, self._plan.run_bytes * planes)
+
+
+def _arguments(
+    batch: Batch,
+) -> tuple[
+    np.ndarray[tuple[int], np.dtype[np.int64]],
+    np.ndarray[tuple[int], np.dtype[np.uint32]],
+    np.ndarray[tuple[int, int], np.dtype[np.uint64]],
+    np.ndarray[tuple[int, int], np.dtype[np.uint64]],
+]:
+    waves = np.array(batch.waves, dtype=np.uint64).reshape(-1, 2)
+    return batch.page_ids, batch.page_offsets, batch.segments, waves  # type: ignore[return-value]
