@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier._core import CudaDevice, DeviceJob, DevicePlan
 from kvtier.backends.cuda_device import give_back, take_device
 from kvtier.backends.cuda_paths import Costs, Direction, costs_of
-from kvtier.device import Batch, Device, DeviceCopies, Paging
+from kvtier.device import Batch, Device, DeviceCopies, PageIds, Paging
 from kvtier.errors import BackendUnavailable
 from kvtier.types import Region
+
+_U32 = npt.NDArray[np.uint32]
+_U64 = npt.NDArray[np.uint64]
 
 
 class CudaPages(Device):
@@ -93,13 +97,6 @@ class CudaCopies(DeviceCopies):
         return self._costs.choose(direction, self._plan.run_bytes * planes)
 
 
-def _arguments(
-    batch: Batch,
-) -> tuple[
-    np.ndarray[tuple[int], np.dtype[np.int64]],
-    np.ndarray[tuple[int], np.dtype[np.uint32]],
-    np.ndarray[tuple[int, int], np.dtype[np.uint64]],
-    np.ndarray[tuple[int, int], np.dtype[np.uint64]],
-]:
+def _arguments(batch: Batch) -> tuple[PageIds, _U32, _U64, _U64]:
     waves = np.array(batch.waves, dtype=np.uint64).reshape(-1, 2)
-    return batch.page_ids, batch.page_offsets, batch.segments, waves  # type: ignore[return-value]
+    return batch.page_ids, batch.page_offsets, batch.segments, waves

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _core
-from kvtier.device import Batch
+from kvtier.device import Batch, PageIds
 from kvtier.device_moves import wait_for
 from kvtier.errors import BackendUnavailable, LayoutMismatch
 from kvtier.hierarchy import Hierarchy
-from kvtier.planner import PageIds
 from kvtier.space import Space
 
 ReadPage = Callable[[int], bytes]

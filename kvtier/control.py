@@ -19,7 +19,7 @@ from kvtier.backend import Backend
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, TierConfig, load_config
 from kvtier.connector import ReadPage, prove_layout
-from kvtier.device import Device, DevicePlace
+from kvtier.device import Device, DeviceFactory, DevicePlace
 from kvtier.errors import Closed, ConfigError, LeaseExpired
 from kvtier.events import Event, EventLog
 from kvtier.hierarchy import MEMORY, Hierarchy, Removals, Tier, numbers, split_keys
@@ -31,7 +31,7 @@ from kvtier.loading import Loader
 from kvtier.metrics import Metrics
 from kvtier.planner import page_array, plan_load
 from kvtier.policy import ChunkNumbers
-from kvtier.registry import open_backend, open_device, open_policy
+from kvtier.registry import find_device, open_backend, open_policy
 from kvtier.space import Space
 from kvtier.store import Store, StoreResult
 from kvtier.storing import Storer, Wanted
@@ -91,8 +91,15 @@ class KVTier:
     Made by `open`. A miss, a full tier or a slow disk never raises; wrong use does.
     """
 
-    def __init__(self, config: Config, clock: Clock, backends: Mapping[str, Backend]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        backends: Mapping[str, Backend],
+        devices: Mapping[str, DeviceFactory],
+    ) -> None:
         self.config = config
+        self._device_factories = devices
         self.metrics = Metrics()
         self._clock = clock
         self._events = EventLog(max(1, config.events_max))
@@ -151,17 +158,19 @@ class KVTier:
         *,
         clock: Clock | None = None,
         backends: Mapping[str, Backend] | None = None,
+        devices: Mapping[str, DeviceFactory] | None = None,
     ) -> Self:
         """Open the tiers; a persistent one brings back what it held.
 
         `backends` gives ready ones by tier name, in place of those that the config names: for
-        wrappers and tests. They are closed with the `KVTier`.
+        wrappers and tests. They are closed with the `KVTier`. `devices` adds kinds of device to
+        those that are registered.
 
         Raises:
             ConfigError: a setting is unknown or does not fit.
             BackendUnavailable: a place cannot be opened, or another process has it open.
         """
-        return cls(load_config(config), clock or SystemClock(), backends or {})
+        return cls(load_config(config), clock or SystemClock(), backends or {}, devices or {})
 
     def __enter__(self) -> Self:
         return self
@@ -520,7 +529,8 @@ class KVTier:
         with self._devices_lock:
             device = self._devices.get((place.kind, place.ordinal))
             if device is None:
-                device = open_device(place.kind, place.ordinal)
+                factory = self._device_factories.get(place.kind) or find_device(place.kind)
+                device = factory(place.ordinal)
                 try:
                     device.register(self.hierarchy.memory.region)
                 except BaseException:

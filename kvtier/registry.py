@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtier.backend import Backend
 from kvtier.config import convert
-from kvtier.device import Device
+from kvtier.device import DeviceFactory
 from kvtier.errors import ConfigError
 from kvtier.policy import Policy
 from kvtier.transfer import TransferBackendFactory
@@ -42,15 +42,14 @@ def open_policy(name: str, path: str) -> Policy:
     return policy
 
 
-def open_device(name: str, ordinal: int) -> Device:
-    """Open the device registered as `name`.
+def find_device(name: str) -> DeviceFactory:
+    """What opens the devices registered as `name`; the factory says if it works here.
 
     Raises:
         ConfigError: nothing is registered under that name.
-        BackendUnavailable: it cannot work on this machine.
     """
-    device: Device = _load("kvtier.devices", name, "place")(ordinal)
-    return device
+    factory: DeviceFactory = _load("kvtier.devices", name, "place")
+    return factory
 
 
 def transfer_backends(wanted: Sequence[str] | None = None) -> dict[str, TransferBackendFactory]:

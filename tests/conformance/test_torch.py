@@ -1,14 +1,18 @@
 """The torch connector passes the connector suite in every order of dimensions that engines use."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from kvtier import KVTier, LayoutMismatch, Namespace
+from kvtier import DevicePlace, KVTier, LayoutMismatch, Namespace
 from kvtier.connectors.torch import TorchCache, TorchPages
 from kvtier.testing.connector_suite import Bytes, ConnectorSuite, toy_kv
+from kvtier.testing.toy_device import ToyDevice, ToyStreams
 
 LAYERS, HEADS, DIM, PAGE_TOKENS, PAGES = 5, 3, 8, 16, 160
 
@@ -19,7 +23,14 @@ class TorchEngine:
     page_tokens = PAGE_TOKENS
     page_count = PAGES
 
-    def __init__(self, tier: KVTier, model: str, order: str, planes: int) -> None:
+    def __init__(
+        self,
+        tier: KVTier,
+        model: str,
+        order: str,
+        planes: int,
+        place: DevicePlace | None = None,
+    ) -> None:
         size = {"L": LAYERS, "N": PAGES, "K": planes, "T": PAGE_TOKENS, "H": HEADS, "D": DIM}
         self.planes, self.order = planes, order
         self.heads = HEADS if "H" in order else 1
@@ -33,11 +44,9 @@ class TorchEngine:
             )
             for _ in range(count)
         ]
-        self.cache = TorchCache(
-            tier,
-            Namespace(model=model, dtype="bfloat16"),
-            TorchPages(self.tensors, order, LAYERS),
-        )
+        pages = TorchPages(self.tensors, order, LAYERS)
+        pages.kv = replace(pages.kv, place=place)
+        self.cache = TorchCache(tier, Namespace(model=model, dtype="bfloat16"), pages)
 
     def _view(self) -> torch.Tensor:
         """All of it as [layer, plane, page, token, head, dim]."""
@@ -119,6 +128,108 @@ class TestLatent(ConnectorSuite):
 class TestCrossLayerBlocks(ConnectorSuite):
     def make(self, tier: KVTier, model: str) -> TorchEngine:
         return TorchEngine(tier, model, "NLKTHD", planes=2)
+
+
+class EngineOnDevice(TorchEngine):
+    """Its tensors are a device's: all that it does with them, it does on its stream, late."""
+
+    def __init__(self, tier: KVTier, model: str, order: str, streams: ToyStreams) -> None:
+        self.streams, self.stream = streams, streams.create()
+        super().__init__(tier, model, order, 2, DevicePlace("toy", 0, lambda: self.stream))
+
+    def write(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
+        self.streams.add(self.stream, lambda: TorchEngine.write(self, tokens, pages))
+
+    def read(self, tokens: int, pages: Sequence[int]) -> Bytes:
+        seen: list[Bytes] = []
+        self.streams.add(self.stream, lambda: seen.append(TorchEngine.read(self, tokens, pages)))
+        self.streams.synchronize(self.stream)
+        return seen[0]
+
+
+class TestOnADevice(ConnectorSuite):
+    streams: ToyStreams
+
+    @pytest.fixture(autouse=True)
+    def toy_device(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Every tier knows it."""
+        self.streams = streams = ToyStreams(seed=7)
+        known = {"toy": lambda ordinal: ToyDevice(streams)}
+        monkeypatch.setattr(KVTier, "open", partial(KVTier.open, devices=known))
+        yield
+        streams.close()
+
+    def make(self, tier: KVTier, model: str) -> EngineOnDevice:
+        return EngineOnDevice(tier, model, "KNTHD", self.streams)
+
+    def test_layers_arrive_in_the_streams_order_without_the_host(self, tier: KVTier) -> None:
+        engine = self.make(tier, "m")
+        tokens = self.prompt(3 * 256)
+        pages = self.pages(engine, len(tokens))
+        engine.write(tokens, pages)
+        engine.store(tokens, pages)
+        others = self.pages(engine, len(tokens), seed=3)
+        hit = engine.cache.lookup(tokens)
+        load = engine.cache.start_load(hit, others)
+        for layer in range(LAYERS):
+            assert load.wait_layer(layer)
+        assert np.array_equal(engine.read(len(tokens), others), engine.expected(tokens))
+        assert load.wait() is not None
+        engine.cache._tier.release(hit)
+
+    def test_pages_are_the_engines_again_once_its_stream_is_told(self, tier: KVTier) -> None:
+        """What overwrites the pages right after `finish` cannot change what is stored."""
+        engine = self.make(tier, "m")
+        tokens = self.prompt(2 * 256)
+        pages = self.pages(engine, len(tokens))
+        engine.write(tokens, pages)
+        store = engine.cache.start_store(tokens, pages)
+        gate = threading.Event()  # the device is slow: an engine that does not wait is quicker
+        self.streams.add(tier._devices["toy", 0].out, gate.wait)  # type: ignore[attr-defined]
+        for layer in range(LAYERS):
+            store.filled(layer)
+        store.finish()
+        self.streams.add(engine.stream, lambda: [tensor.zero_() for tensor in engine.tensors])
+        threading.Timer(0.05, gate.set).start()
+        assert store.wait().stored_tokens == len(tokens)
+        self.check_load(engine, tokens, len(tokens))
+
+    def test_a_store_continues_one_that_is_still_on_its_way(self, tier: KVTier) -> None:
+        engine = self.make(tier, "m")
+        tokens = self.prompt(4 * 256)
+        pages = self.pages(engine, len(tokens))
+        engine.write(tokens, pages)
+        half = len(pages) // 2
+        stores = [
+            engine.cache.start_store(tokens[: 2 * 256], pages[:half]),
+            engine.cache.start_store(tokens, pages[half:], first_token=2 * 256),
+        ]
+        for store in stores:
+            store.finish()
+        assert [store.wait().stored_tokens for store in stores] == [512, 512]
+        self.check_load(engine, tokens, len(tokens))
+
+    def test_a_failed_device_leaves_nothing_but_misses(self, tier: KVTier) -> None:
+        engine = self.make(tier, "m")
+        tokens = self.prompt(2 * 256)
+        pages = self.pages(engine, len(tokens))
+        engine.write(tokens, pages)
+        engine.store(tokens, pages)
+        hit = engine.cache.lookup(tokens)
+        device = tier._devices["toy", 0]
+        assert isinstance(device, ToyDevice)
+        store = engine.cache.start_store(self.prompt(256, seed=4), pages)
+        device.fail("a sticky error")
+        store.finish()
+        assert store.wait().stored_tokens == 0
+        result = engine.cache.start_load(hit, pages).wait()
+        assert result is not None
+        assert result.tokens == 0
+        assert set(result.failed_pages) == set(pages)
+        assert engine.cache.lookup(tokens).tokens == 0
+        assert engine.store(self.prompt(256, seed=5), pages) == 0
+        engine.cache._tier.release(hit)
+        assert tier.stat()["leases"] == 0
 
 
 def test_engines_of_different_order_share_chunks() -> None:
