@@ -35,7 +35,8 @@ class EngineError(Exception):
 class Engine:
     """A vLLM engine; `kvtier` is the connector's configuration, None for none.
 
-    `python` is the interpreter of an environment with vLLM, by default this process's own.
+    `python` is the interpreter of an environment with vLLM, by default this process's own;
+    `connector` names the class and its module.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Engine:
         log: Path,
         environment: dict[str, str] | None = None,
         python: Path | None = None,
+        connector: tuple[str, str] = ("KVTierConnector", "kvtier.connectors.vllm"),
         **vllm: Any,
     ) -> None:
         reading, writing = os.pipe()
@@ -68,7 +70,8 @@ class Engine:
         self._replies = os.fdopen(reading, "rb", buffering=0)
         self._unread = b""
         try:
-            self._send({"vllm": {"model": str(model), **vllm}, "kvtier": kvtier})
+            job = {"vllm": {"model": str(model), **vllm}, "kvtier": kvtier, "connector": connector}
+            self._send(job)
             self.ready = self._answer(START_TIMEOUT_S)
         except BaseException:
             self.kill()

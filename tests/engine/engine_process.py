@@ -31,8 +31,8 @@ class Commands:
         }
         if job["kvtier"] is not None:
             arguments["kv_transfer_config"] = {
-                "kv_connector": "KVTierConnector",
-                "kv_connector_module_path": "kvtier.connectors.vllm",
+                "kv_connector": job["connector"][0],
+                "kv_connector_module_path": job["connector"][1],
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": job["kvtier"],
             }
