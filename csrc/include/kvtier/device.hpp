@@ -1,0 +1,131 @@
+// One CUDA device: pinned and registered host memory, copies by its copy engines, and what is under
+// way on its streams.
+//
+// No CUDA is needed to build: the driver is found when the program runs (shim/cuda.hpp).
+#pragma once
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kvtier {
+
+/// The device cannot be used, refused something, or has failed; in words, with the nearest errno.
+class DeviceError : public std::runtime_error {
+ public:
+  DeviceError(int error_number, const std::string& words)
+      : std::runtime_error(words), error_number_(error_number) {}
+  int error_number() const { return error_number_; }
+
+ private:
+  int error_number_;
+};
+
+/// A stream as its owner's library knows it: a CUstream.
+using StreamHandle = std::uint64_t;
+
+namespace device {
+class State;
+class Work;
+}  // namespace device
+
+/// Copies under way, wave by wave in order. Any thread; may go away before they are over.
+class DeviceJob {
+ public:
+  explicit DeviceJob(std::shared_ptr<device::Work> work);
+
+  std::uint64_t nbytes() const;
+  std::size_t wave_count() const;
+
+  /// What is put on `stream` from now on waits for the wave, or with nothing for all; the host does
+  /// not. Of a gather it is the pages that are waited for, which are then free again.
+  ///
+  /// @throws DeviceError the device has failed
+  /// @throws std::invalid_argument there is no such wave, or the stream is another device's
+  void order_after(StreamHandle stream, std::optional<std::size_t> wave) const;
+
+  /// Whether the bytes of the wave, or of all, are in place. @throws DeviceError it has failed
+  bool is_done(std::optional<std::size_t> wave) const;
+
+  /// Sleep until all is in place; false when the time is over first. @throws DeviceError
+  bool wait(std::chrono::nanoseconds timeout) const;
+
+  /// Device time from the first copy's start to the last one's end, of a job that is done.
+  double elapsed_s() const;
+
+ private:
+  std::shared_ptr<device::Work> work_;
+};
+
+/// One device, opened. Any thread. Its context is the primary one, as the CUDA runtime's and torch's.
+class CudaDevice {
+ public:
+  /// Devices that there are, and why there are none if there are none.
+  static int count();
+  static std::string missing();
+
+  /// @throws DeviceError there is no driver or no such device, or it does not start
+  explicit CudaDevice(int ordinal);
+  ~CudaDevice();
+  CudaDevice(const CudaDevice&) = delete;
+  CudaDevice& operator=(const CudaDevice&) = delete;
+
+  int ordinal() const;
+  const std::string& name() const;
+  std::pair<int, int> compute_capability() const;
+  int sm_count() const;
+  int driver_version() const;
+  bool has_batch_copy() const;
+  /// The error that ended the device for this process; empty while it lives.
+  std::string failure() const;
+
+  /// Page-lock host memory so that the device copies from and to it by itself.
+  ///
+  /// @return a number for `unregister_host`
+  /// @throws std::invalid_argument it is empty, or overlaps memory that is registered
+  /// @throws DeviceError the driver refuses
+  std::uint64_t register_host(std::uint64_t address, std::uint64_t nbytes);
+  /// Waits for what is under way first.
+  void unregister_host(std::uint64_t number);
+
+  /// "device", "host" (page-locked by anybody), "managed" or "unpinned".
+  ///
+  /// @throws std::invalid_argument a part of it is of another kind, or of another device
+  std::string memory_kind(std::uint64_t address, std::uint64_t nbytes) const;
+
+  /// Memory of the device, and page-locked memory of the host; given back at `close` at the latest.
+  std::uint64_t allocate(std::uint64_t nbytes);
+  void free(std::uint64_t address);
+  std::uint64_t allocate_host(std::uint64_t nbytes);
+  void free_host(std::uint64_t address);
+
+  /// Begin to copy pieces between memory of this device and page-locked host memory, or within the
+  /// device; one wave. With `after`, when that stream has done what is on it now.
+  ///
+  /// @throws std::invalid_argument a piece lies elsewhere; nothing has begun
+  /// @throws DeviceError it has failed; nothing is touched any more
+  DeviceJob copy(std::span<const std::uint64_t> targets, std::span<const std::uint64_t> sources,
+                 std::span<const std::uint64_t> lengths, std::optional<StreamHandle> after);
+
+  /// Streams such as an engine would have; for calibration and tests.
+  StreamHandle create_stream();
+  void destroy_stream(StreamHandle stream);
+  void synchronize(StreamHandle stream);
+
+  /// Wait for what is under way and let go of everything; again: nothing.
+  void close();
+
+  /// @throws DeviceError closed
+  std::shared_ptr<device::State> state() const;
+
+ private:
+  std::shared_ptr<device::State> state_;
+};
+
+}  // namespace kvtier

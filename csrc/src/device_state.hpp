@@ -1,0 +1,116 @@
+// What a device, its plans and its jobs share: the driver, the context, streams, and what is known of
+// memory. Lives as long as any of them, so that nothing goes away under a copy.
+#pragma once
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "../shim/cuda.hpp"
+#include "kvtier/device.hpp"
+
+namespace kvtier::device {
+
+/// One piece of a batch: absolute addresses, not empty.
+struct Piece {
+  std::uint64_t target;
+  std::uint64_t source;
+  std::uint64_t nbytes;
+};
+
+enum class MemoryKind { kDevice, kHost, kManaged, kUnpinned };
+
+class State;
+
+/// An event, destroyed with its owner.
+class Event {
+ public:
+  explicit Event(std::shared_ptr<State> state);
+  ~Event();
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(cuda::Stream stream);
+  bool is_done() const;
+  void wait_on(cuda::Stream stream) const;
+  double seconds_since(const Event& start) const;
+
+ private:
+  std::shared_ptr<State> state_;
+  cuda::Event event_ = nullptr;
+};
+
+/// A job's events: one before the first wave, one after each. Waves follow each other on one stream.
+class Work {
+ public:
+  Work(std::shared_ptr<State> state, std::uint64_t nbytes)
+      : state(std::move(state)), nbytes(nbytes) {}
+
+  const std::shared_ptr<State> state;
+  const std::uint64_t nbytes;
+  std::unique_ptr<Event> start;
+  std::vector<std::unique_ptr<Event>> waves;
+};
+
+class State : public std::enable_shared_from_this<State> {
+ public:
+  explicit State(int ordinal);
+  ~State();
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  /// Run calls of the driver with the context current; a failure becomes a DeviceError, and one
+  /// that the context does not survive is remembered. @throws DeviceError
+  void with_context(const std::function<void()>& work) const;
+  void check(cuda::Result result, const char* call) const;
+  /// @throws DeviceError the device has failed
+  void check_alive() const;
+  std::string failure() const;
+
+  /// @throws std::invalid_argument the stream is one of another context
+  cuda::Stream own_stream(StreamHandle stream) const;
+
+  /// @throws std::invalid_argument a part of it is of another kind, or of another device
+  MemoryKind kind_of(std::uint64_t address, std::uint64_t nbytes) const;
+
+  /// Put waves of pieces on `stream`, after what is on `after` now.
+  std::shared_ptr<Work> enqueue(cuda::Stream stream, const cuda::Stream* after,
+                                const std::vector<std::vector<Piece>>& waves,
+                                cuda::SourceOrder order);
+  /// Wait until nothing of ours is on the device.
+  void drain() const;
+
+  const cuda::Library library;
+  const int ordinal;
+  const cuda::PrimaryContext context;
+  std::string name;
+  int major = 0;
+  int minor = 0;
+  int sm_count = 0;
+  int driver_version = 0;
+  cuda::Stream out = nullptr;     // device to host
+  cuda::Stream into = nullptr;    // host to device
+  cuda::Stream within = nullptr;  // device to device
+
+  std::mutex mutex;  // guards what follows
+  std::map<std::uint64_t, std::uint64_t> registered;  // address -> bytes
+  std::set<std::uint64_t> allocated;
+  std::set<std::uint64_t> allocated_host;
+  std::set<StreamHandle> streams;
+
+ private:
+  void copy_batch(cuda::Stream stream, std::span<const Piece> pieces, cuda::SourceOrder order);
+  int attribute(int which, cuda::Device device) const;
+
+  mutable std::mutex failure_mutex_;
+  mutable std::string failure_;
+  std::mutex enqueue_mutex_;  // a job's waves follow each other on their stream
+};
+
+}  // namespace kvtier::device
