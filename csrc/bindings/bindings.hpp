@@ -5,6 +5,7 @@
 namespace kvtier::bindings {
 
 void bind_copy(nanobind::module_& m);      // copy.cpp: CopyPool, CopyPlan
+void bind_cuda(nanobind::module_& m);      // cuda.cpp: CudaDevice, DevicePlan, DeviceJob
 void bind_hash(nanobind::module_& m);      // hash.cpp: xxh3_128, chain_keys
 void bind_file_io(nanobind::module_& m);   // file_io.cpp: FileEngine
 void bind_gds(nanobind::module_& m);       // gds.cpp: GdsEngine

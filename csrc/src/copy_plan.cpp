@@ -83,7 +83,11 @@ std::uint64_t CopyPlan::scatter(ThreadPool& pool, const CopyRequest& request, Co
   return copy<false>(pool, request, mode);
 }
 
-/// Returns how many pages are to be copied, or throws.
+std::uint64_t CopyPlan::extent_bytes() const {
+  return (page_count_ - 1) * page_stride_ + (rows_ - 1) * row_stride_ + (cols_ - 1) * col_stride_ +
+         run_bytes_;
+}
+
 std::uint64_t CopyPlan::check(const CopyRequest& request) const {
   if (request.plane_count == 0 || request.first_plane >= planes_.size() ||
       request.plane_count > planes_.size() - request.first_plane) {

@@ -177,9 +177,8 @@ std::string CudaDevice::memory_kind(std::uint64_t address, std::uint64_t nbytes)
 std::uint64_t CudaDevice::allocate(std::uint64_t nbytes) {
   const auto state = this->state();
   cuda::Address address = 0;
-  state->with_context([&] {
-    state->check(state->library.memory_allocate(&address, nbytes), "cuMemAlloc");
-  });
+  state->with_context(
+      [&] { state->check(state->library.memory_allocate(&address, nbytes), "cuMemAlloc"); });
   const std::lock_guard lock(state->mutex);
   state->allocated.insert(address);
   return address;
@@ -190,17 +189,16 @@ void CudaDevice::free(std::uint64_t address) {
   state->drain();
   const std::lock_guard lock(state->mutex);
   if (state->allocated.erase(address) == 0) throw std::invalid_argument("not allocated here");
-  state->with_context(
-      [&] { state->check(state->library.memory_free(address), "cuMemFree"); });
+  state->with_context([&] { state->check(state->library.memory_free(address), "cuMemFree"); });
 }
 
 std::uint64_t CudaDevice::allocate_host(std::uint64_t nbytes) {
   const auto state = this->state();
   void* address = nullptr;
   state->with_context([&] {
-    state->check(state->library.host_allocate(&address, nbytes,
-                                              cuda::kHostPortable | cuda::kHostDeviceMap),
-                 "cuMemHostAlloc");
+    state->check(
+        state->library.host_allocate(&address, nbytes, cuda::kHostPortable | cuda::kHostDeviceMap),
+        "cuMemHostAlloc");
   });
   const std::lock_guard lock(state->mutex);
   const auto number = reinterpret_cast<std::uint64_t>(address);
@@ -247,8 +245,7 @@ DeviceJob CudaDevice::copy(std::span<const std::uint64_t> targets,
       const std::uint64_t apart =
           targets[i] > sources[i] ? targets[i] - sources[i] : sources[i] - targets[i];
       if (apart < lengths[i]) {
-        throw std::invalid_argument("source and target of piece " + std::to_string(i) +
-                                    " overlap");
+        throw std::invalid_argument("source and target of piece " + std::to_string(i) + " overlap");
       }
       from_device = from_device || source != MemoryKind::kHost;
       to_device = to_device || target != MemoryKind::kHost;
@@ -257,8 +254,8 @@ DeviceJob CudaDevice::copy(std::span<const std::uint64_t> targets,
     if (after) engine = state->own_stream(*after);
   });
   const cuda::Stream stream = !to_device ? state->out : !from_device ? state->into : state->within;
-  return DeviceJob(state->enqueue(stream, engine ? &*engine : nullptr, {pieces},
-                                  cuda::SourceOrder::kStream));
+  return DeviceJob(
+      state->enqueue(stream, engine ? &*engine : nullptr, {pieces}, cuda::SourceOrder::kStream));
 }
 
 StreamHandle CudaDevice::create_stream() {

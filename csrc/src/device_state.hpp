@@ -1,5 +1,5 @@
-// What a device, its plans and its jobs share: the driver, the context, streams, and what is known of
-// memory. Lives as long as any of them, so that nothing goes away under a copy.
+// What a device, its plans and its jobs share: the driver, the context, streams, and what is known
+// of memory. Lives as long as any of them, so that nothing goes away under a copy.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -46,7 +46,8 @@ class Event {
   cuda::Event event_ = nullptr;
 };
 
-/// A job's events: one before the first wave, one after each. Waves follow each other on one stream.
+/// A job's events: one before the first wave, one after each. Waves follow each other on one
+/// stream.
 class Work {
  public:
   Work(std::shared_ptr<State> state, std::uint64_t nbytes)
@@ -98,7 +99,7 @@ class State : public std::enable_shared_from_this<State> {
   cuda::Stream into = nullptr;    // host to device
   cuda::Stream within = nullptr;  // device to device
 
-  std::mutex mutex;  // guards what follows
+  std::mutex mutex;                                   // guards what follows
   std::map<std::uint64_t, std::uint64_t> registered;  // address -> bytes
   std::set<std::uint64_t> allocated;
   std::set<std::uint64_t> allocated_host;

@@ -50,6 +50,39 @@ class CopyPlan {
   std::uint64_t plane_count() const { return planes_.size(); }
   std::uint64_t page_count() const { return page_count_; }
   std::uint64_t plane_bytes() const { return rows_ * cols_ * run_bytes_; }
+  /// What is copied as one piece of each plane.
+  std::uint64_t run_bytes() const { return run_bytes_; }
+  std::uint64_t plane_address(std::uint64_t plane) const { return planes_[plane].address; }
+  /// From the first byte of the first page to the last byte of the last one, in each plane.
+  std::uint64_t extent_bytes() const;
+
+  /// How many pages a request copies.
+  ///
+  /// @throws std::invalid_argument it does not fit
+  std::uint64_t check(const CopyRequest& request) const;
+
+  /// Call `piece(paged address, stored address, bytes)` for each contiguous run of a request that
+  /// was checked, in stored order.
+  template <typename Piece>
+  void for_each_run(const CopyRequest& request, Piece&& piece) const {
+    const std::uint64_t block_bytes = request.plane_count * plane_bytes();
+    for (std::size_t c = 0; c < request.segments.size(); ++c) {
+      const std::size_t first = request.page_offsets[c];
+      for (std::size_t i = first; i < request.page_offsets[c + 1]; ++i) {
+        if (request.page_ids[i] < 0) continue;
+        std::uint64_t stored = request.segments[c] + (i - first) * block_bytes;
+        const std::uint64_t page = static_cast<std::uint64_t>(request.page_ids[i]) * page_stride_;
+        for (std::uint64_t p = 0; p < request.plane_count; ++p) {
+          const std::uint64_t plane = planes_[request.first_plane + p].address + page;
+          for (std::uint64_t row = 0; row < rows_; ++row) {
+            for (std::uint64_t col = 0; col < cols_; ++col, stored += run_bytes_) {
+              piece(plane + row * row_stride_ + col * col_stride_, stored, run_bytes_);
+            }
+          }
+        }
+      }
+    }
+  }
 
   /// Engine pages into segments; returns the bytes moved.
   ///
@@ -67,8 +100,6 @@ class CopyPlan {
 
   template <bool kGather>
   std::uint64_t copy(ThreadPool& pool, const CopyRequest& request, CopyMode mode) const;
-  std::uint64_t check(const CopyRequest& request) const;
-
   std::vector<Plane> planes_;
   std::uint64_t page_count_;
   std::uint64_t page_stride_;

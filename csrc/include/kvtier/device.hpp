@@ -63,7 +63,8 @@ class DeviceJob {
   std::shared_ptr<device::Work> work_;
 };
 
-/// One device, opened. Any thread. Its context is the primary one, as the CUDA runtime's and torch's.
+/// One device, opened. Any thread. Its context is the primary one, as the CUDA runtime's and
+/// torch's.
 class CudaDevice {
  public:
   /// Devices that there are, and why there are none if there are none.
