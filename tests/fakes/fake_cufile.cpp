@@ -81,7 +81,7 @@ int begin(Call call, void* handle, const void* address, std::size_t& nbytes, off
   // Memory that is registered must be named by its base.
   for (const auto& [start, length] : cufile().buffers) {
     const bool is_in = base >= start && base < start + length;
-    if (is_in && base != start) mistake();
+    if (is_in && base != start) mistake("registered memory that is not named by its base");
     if (base == start && static_cast<std::size_t>(buffer_offset) + nbytes > length) {
       return -kInvalid;
     }
@@ -123,7 +123,7 @@ Status cuFileDriverClose_v2() {
   const std::lock_guard lock(cufile().mutex);
   if (cufile().drivers == 0 || !cufile().handles.empty() || !cufile().buffers.empty() ||
       !cufile().streams.empty()) {
-    mistake();
+    mistake("cuFileDriverClose with something open or no driver");
   }
   --cufile().drivers;
   return {0, 0};
@@ -149,7 +149,7 @@ void cuFileHandleDeregister(void* handle) {
   const std::lock_guard lock(cufile().mutex);
   const auto found = cufile().handles.find(reinterpret_cast<std::uintptr_t>(handle));
   if (found == cufile().handles.end()) {
-    mistake();
+    mistake("cuFileHandleDeregister of no handle");
     return;
   }
   close(found->second);
@@ -173,7 +173,7 @@ Status cuFileBufRegister(const void* base, std::size_t nbytes, int flags) {
 Status cuFileBufDeregister(const void* base) {
   const std::lock_guard lock(cufile().mutex);
   if (cufile().buffers.erase(reinterpret_cast<std::uintptr_t>(base)) == 1) return {0, 0};
-  mistake();
+  mistake("cuFileBufDeregister of memory that is not registered");
   return {kMemoryNotRegistered, 0};
 }
 
@@ -194,7 +194,7 @@ Status cuFileStreamRegister(void* stream, unsigned flags) {
   const std::lock_guard lock(cufile().mutex);
   if (device_of_stream(stream) == kNoDevice ||
       !cufile().streams.try_emplace(stream, flags).second) {
-    mistake();
+    mistake("cuFileStreamRegister of no stream, or twice");
     return {kInvalid, 0};
   }
   return {0, 0};
@@ -203,7 +203,7 @@ Status cuFileStreamRegister(void* stream, unsigned flags) {
 Status cuFileStreamDeregister(void* stream) {
   const std::lock_guard lock(cufile().mutex);
   if (device_of_stream(stream) != kNoDevice && cufile().streams.erase(stream) == 1) return {0, 0};
-  mistake();
+  mistake("cuFileStreamDeregister of a stream that is not registered");
   return {kInvalid, 0};
 }
 
@@ -221,7 +221,7 @@ Status enqueue_call(Call call, Move move, void* handle, void* base, std::size_t*
   }
   if (device != current_device()) return {kOtherContext, 0};
   enqueue(stream, [=, said = std::tuple(*nbytes, *file_offset, *buffer_offset)] {
-    if (said != std::tuple(*nbytes, *file_offset, *buffer_offset)) mistake();
+    if (said != std::tuple(*nbytes, *file_offset, *buffer_offset)) mistake("arguments of cuFile changed before the stream came to them");
     *moved = move(handle, base, *nbytes, *file_offset, *buffer_offset, device);
   });
   return {0, 0};

@@ -9,7 +9,7 @@ constexpr int kNoDevice = -1;
 
 /// The GPU whose context is current on this thread.
 int current_device();
-/// The GPU that a test says has this address; kNoDevice for host memory.
+/// The GPU whose memory is at this address; kNoDevice for host memory.
 int device_at(std::uintptr_t address);
 /// The GPU of a stream; kNoDevice for what is none.
 int device_of_stream(void* stream);

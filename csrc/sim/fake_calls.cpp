@@ -1,15 +1,22 @@
 #include "fake_calls.hpp"
 
 #include <chrono>
+#include <cstddef>
+#include <cstring>
+
+namespace {
+constexpr std::size_t kWordsMax = 64;  // mistakes that are kept in words; all are counted
+}
 
 namespace fake {
 
 Calls& calls() {
-  static Calls instance;
+  // Never ends: threads of streams may outlive what a process destroys at its end.
+  static Calls& instance = *new Calls;
   return instance;
 }
 
-int fault_of(Call call) {
+int fault_of(Call call, bool* is_lasting) {
   const std::lock_guard lock(calls().mutex);
   ++calls().counts[call];
   Fault& fault = calls().faults[call];
@@ -19,12 +26,14 @@ int fault_of(Call call) {
     return 0;
   }
   --fault.count;
+  if (is_lasting != nullptr) *is_lasting = fault.is_lasting;
   return fault.code;
 }
 
-void mistake() {
+void mistake(const std::string& words) {
   const std::lock_guard lock(calls().mutex);
-  ++calls().mistakes;
+  ++calls().mistake_count;
+  if (calls().mistakes.size() < kWordsMax) calls().mistakes.push_back(words);
 }
 
 void pass() {
@@ -40,10 +49,11 @@ void pass() {
 
 extern "C" {
 
-/// The calls after the next `skip` of this kind fail, `count` of them, with `code`.
-void fake_fail(int call, int skip, int count, int code) {
+/// The calls after the next `skip` of this kind fail, `count` of them, with `code`; where it is
+/// lasting, so does all that follows on that context.
+void fake_fail(int call, int skip, int count, int code, int is_lasting) {
   const std::lock_guard lock(fake::calls().mutex);
-  fake::calls().faults[call] = {skip, count, code};
+  fake::calls().faults[call] = {skip, count, code, is_lasting != 0};
 }
 
 /// Calls that move bytes wait until they are let go, all but the next `passes`.
@@ -64,7 +74,17 @@ int fake_wait_held(int count) {
 /// Mistakes so far, then calls of each kind.
 void fake_count_calls(std::int64_t* counts) {
   const std::lock_guard lock(fake::calls().mutex);
-  *counts++ = fake::calls().mistakes;
+  *counts++ = fake::calls().mistake_count;
   for (const std::int64_t count : fake::calls().counts) *counts++ = count;
+}
+
+/// Mistakes in words, a line each, as far as they fit; they are forgotten, their number is not.
+void fake_mistakes(char* words, std::size_t capacity_bytes) {
+  const std::lock_guard lock(fake::calls().mutex);
+  std::string lines;
+  for (const std::string& mistake : fake::calls().mistakes) lines += mistake + "\n";
+  fake::calls().mistakes.clear();
+  std::strncpy(words, lines.c_str(), capacity_bytes - 1);
+  words[capacity_bytes - 1] = '\0';
 }
 }
