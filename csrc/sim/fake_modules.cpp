@@ -2,6 +2,23 @@
 // it.
 #include "fake_state.hpp"
 
+namespace fake {
+
+int max_shared_bytes(int capability) {
+  switch (capability) {
+    case 80:
+      return 163 << 10;
+    case 86:
+    case 89:
+    case 120:
+      return 99 << 10;
+    default:
+      return 227 << 10;
+  }
+}
+
+}  // namespace fake
+
 using namespace fake;
 
 extern "C" {
