@@ -1,0 +1,87 @@
+"""Engine pages on a CUDA device, to and from the memory tier: the device that `KVTier.attach` opens."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._core import CudaDevice, DeviceJob, DevicePlan
+from kvtier.backends.cuda_device import give_back, take_device
+from kvtier.device import Batch, Device, DeviceCopies, PageIds, Paging
+from kvtier.errors import BackendUnavailable
+from kvtier.types import Region
+
+_U32 = npt.NDArray[np.uint32]
+_U64 = npt.NDArray[np.uint64]
+
+
+class CudaPages(Device):
+    """Copies on streams of its own, in both directions at once, after and before the engine's."""
+
+    def __init__(self, ordinal: int) -> None:
+        """Open the device.
+
+        Raises:
+            BackendUnavailable: it cannot work here; says why.
+        """
+        self._device: CudaDevice | None = take_device(ordinal)
+        self._registered: list[int] = []
+
+    @property
+    def failure(self) -> str:
+        return self._device.failure if self._device is not None else "closed"
+
+    def register(self, memory: Region) -> None:
+        device = self._open()
+        try:
+            self._registered.append(device.register_host(memory.address, memory.nbytes))
+        except OSError as error:
+            raise BackendUnavailable(
+                f"the memory tier of {memory.nbytes} bytes cannot be page-locked for CUDA: "
+                f"{error.strerror}"
+            ) from error
+
+    def copies(self, paging: Paging) -> CudaCopies:
+        return CudaCopies(self._open(), paging)
+
+    def close(self) -> None:
+        device, self._device = self._device, None
+        if device is None:
+            return
+        for number in self._registered:
+            device.unregister_host(number)
+        give_back(device)
+
+    def _open(self) -> CudaDevice:
+        if self._device is None:
+            raise BackendUnavailable("this CUDA device is closed")
+        return self._device
+
+
+class CudaCopies(DeviceCopies):
+    """Copies of one engine's pages by the device's copy engines, a descriptor for each run."""
+
+    def __init__(self, device: CudaDevice, paging: Paging) -> None:
+        self._paging = paging  # keeps the engine's memory
+        self._plan = DevicePlan(
+            device,
+            paging.plane_addresses,
+            paging.page_count,
+            paging.page_stride,
+            paging.rows,
+            paging.row_stride,
+            paging.cols,
+            paging.col_stride,
+            paging.run_bytes,
+        )
+
+    def gather(self, batch: Batch, stream: int) -> DeviceJob:
+        return self._plan.gather(*_arguments(batch), stream)
+
+    def scatter(self, batch: Batch, stream: int) -> DeviceJob:
+        return self._plan.scatter(*_arguments(batch), stream)
+
+
+def _arguments(batch: Batch) -> tuple[PageIds, _U32, _U64, _U64]:
+    waves = np.array(batch.waves, dtype=np.uint64).reshape(-1, 2)
+    return batch.page_ids, batch.page_offsets, batch.segments, waves

@@ -1,0 +1,206 @@
+"""Pages on a CUDA device, on a stand-in for the driver whose streams work late and at random."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_cuda import Call, FakeCuda, Setting
+
+from kvtier import (
+    Agent,
+    BackendUnavailable,
+    Descriptor,
+    DevicePlace,
+    KvLayout,
+    KVTier,
+    LayoutMismatch,
+    Namespace,
+    Op,
+    PagedKv,
+    Region,
+    RegionKind,
+    Space,
+)
+from kvtier._core import CudaDevice
+
+LAYERS, PAGE_TOKENS, PAGES, PAGE_BYTES = 6, 16, 64, 512
+LAYOUT = KvLayout.opaque(
+    layers=LAYERS, page_tokens=PAGE_TOKENS, page_bytes=PAGE_BYTES, dtype="u8", packing="test"
+)
+PROMPT = list(range(16 * 20))
+TIERS = {"tiers": [{"kind": "memory", "capacity": "4 MiB"}]}
+
+
+@pytest.fixture(scope="module")
+def library() -> FakeCuda:
+    return FakeCuda()
+
+
+@pytest.fixture
+def cuda(library: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    library.install(monkeypatch)
+    library.reset()
+    mistakes = library.mistakes()
+    yield library
+    held = library.held_by_cuda()
+    words = library.mistake_words()
+    library.reset()
+    assert not any(held), held
+    assert library.mistakes() == mistakes, words
+
+
+class Engine:
+    """Pages in memory that is said to be a device's; block-first where `joined`."""
+
+    def __init__(self, cuda: FakeCuda, device: CudaDevice, *, joined: bool = False) -> None:
+        shape = (PAGES, LAYERS, PAGE_BYTES) if joined else (LAYERS, PAGES, PAGE_BYTES)
+        self.raw = np.random.default_rng(2).integers(0, 256, shape, dtype=np.uint8)
+        self.memory = self.raw.transpose(1, 0, 2) if joined else self.raw  # [layer, page, byte]
+        cuda.own(Region(RegionKind.DRAM, self.raw.ctypes.data, self.raw.nbytes), 0)
+        self.stream = device.create_stream()
+        self.kv = PagedKv(
+            plane_addresses=np.array([m.ctypes.data for m in self.memory], dtype=np.uint64),
+            page_count=PAGES,
+            page_stride=self.memory.strides[1],
+            owner=self.raw,
+            place=DevicePlace("cuda", 0, lambda: self.stream),
+        )
+
+
+def make(tier: KVTier, engine: Engine) -> Space:
+    return tier.attach(Namespace(model="m"), LAYOUT, engine.kv)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("version", [12080, 12020], ids=["batches", "one by one"])
+@pytest.mark.parametrize("seed", range(3))
+def test_kv_comes_back_from_memory(cuda: FakeCuda, joined: bool, version: int, seed: int) -> None:
+    cuda.set(Setting.DRIVER_VERSION, version)
+    cuda.set(Setting.SEED, seed)
+    device = CudaDevice(0)
+    assert device.has_batch_copy == (version >= 12080)
+    engine = Engine(cuda, device, joined=joined)
+    with KVTier.open(TIERS) as tier:
+        space = make(tier, engine)
+        expected = engine.memory[:, :20].copy()
+        assert tier.store(space, PROMPT, range(20)).stored_tokens == len(PROMPT)
+        hit = tier.lookup(space, PROMPT)
+        load = tier.load(hit, range(30, 50))
+        for layer in range(LAYERS):
+            assert load.wait_layer(layer)
+        device.synchronize(engine.stream)
+        assert np.array_equal(engine.memory[:, 30:50], expected)
+        result = load.wait()
+        assert result is not None
+        assert result.tokens == len(PROMPT)
+        tier.release(hit)
+    device.close()
+
+
+def test_neighbours_go_in_one_piece(cuda: FakeCuda) -> None:
+    """Blocks of all layers together, in pages that follow each other: a descriptor a wave."""
+    device = CudaDevice(0)
+    engine = Engine(cuda, device, joined=True)
+    with KVTier.open({**TIERS, "self_test": False}) as tier:
+        space = tier.attach(Namespace(model="m", waves=1), LAYOUT, engine.kv)
+        before = cuda.counters().batch_copies
+        tier.store(space, PROMPT[:256], range(16))
+        assert cuda.counters().batch_copies - before == 1
+    device.close()
+
+
+def test_a_sticky_error_leaves_the_engine_to_recompute(cuda: FakeCuda) -> None:
+    device = CudaDevice(0)
+    engine = Engine(cuda, device)
+    with KVTier.open(TIERS) as tier:
+        space = make(tier, engine)
+        tier.store(space, PROMPT, range(20))
+        hit = tier.lookup(space, PROMPT)
+        cuda.fail(Call.COPY_RUN, 700, is_lasting=True)
+        result = tier.load(hit, range(30, 50)).wait()
+        assert result is not None
+        assert result.tokens == 0
+        assert set(result.failed_pages) == set(range(30, 50))
+        assert "ILLEGAL_ADDRESS" in space.failure
+        assert tier.lookup(space, PROMPT).tokens == 0
+        assert tier.store(space, PROMPT[:64], range(4)).stored_tokens == 0
+        tier.release(hit)
+    device.close()
+
+
+def test_pages_that_are_no_memory_of_the_device_are_refused(cuda: FakeCuda) -> None:
+    device = CudaDevice(0)
+    engine = Engine(cuda, device)
+    host = np.zeros((PAGES, PAGE_BYTES), np.uint8)
+    with KVTier.open(TIERS) as tier:
+        addresses = engine.kv.plane_addresses.copy()
+        addresses[3] = host.ctypes.data
+        with pytest.raises(LayoutMismatch, match="plane 3 is no memory of the device"):
+            tier.attach(Namespace(model="m"), LAYOUT, replace(engine.kv, plane_addresses=addresses))
+        longer = replace(engine.kv, page_count=PAGES * LAYERS + 1)
+        with pytest.raises(LayoutMismatch, match="beyond the end|not of one kind"):
+            tier.attach(Namespace(model="m"), LAYOUT, longer)
+    device.close()
+
+
+def test_a_stream_of_another_device_is_refused(cuda: FakeCuda) -> None:
+    device, other = CudaDevice(0), CudaDevice(1)
+    engine = Engine(cuda, device)
+    with KVTier.open(TIERS) as tier:
+        space = make(tier, engine)
+        engine.stream = other.create_stream()
+        with pytest.raises(ValueError, match="is not one of device 0"):
+            tier.store(space, PROMPT, range(20))
+        assert tier.stat()["tiers"]["memory"]["chunks"] == 0
+    device.close()
+    other.close()
+
+
+def test_what_is_missing_is_said(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = CudaDevice(0)
+    engine = Engine(cuda, device)
+    with KVTier.open(TIERS) as tier:
+        monkeypatch.setenv("KVTIER_CUDA", "off")
+        with pytest.raises(BackendUnavailable, match="switched off"):
+            make(tier, engine)
+        monkeypatch.delenv("KVTIER_CUDA")
+        cuda.set(Setting.PINNED_BYTES, 1 << 20)
+        with pytest.raises(BackendUnavailable, match="page-locked"):
+            make(tier, engine)
+        cuda.set(Setting.PINNED_BYTES, 1 << 30)
+        make(tier, engine)
+    device.close()
+    monkeypatch.setenv("KVTIER_CUDA_LIBRARY", "/nowhere.so")
+    assert CudaDevice.count() == 0
+    assert "no CUDA driver" in CudaDevice.missing()
+    with pytest.raises(OSError, match="no CUDA driver") as found:
+        CudaDevice(0)
+    assert found.value.errno == errno.ENODEV
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_an_agent_moves_pieces_between_device_and_host(cuda: FakeCuda, op: Op) -> None:
+    on_device = np.random.default_rng(4).integers(0, 256, 1 << 16, dtype=np.uint8)
+    host = np.zeros(1 << 16, np.uint8)
+    cuda.own(Region(RegionKind.DRAM, on_device.ctypes.data, on_device.nbytes), 0)
+    source, target = (on_device, host) if op is Op.READ else (host, on_device)
+    source[:] = np.arange(1 << 16) % 251
+    with Agent("a", backends=["cuda"]) as agent:
+        local = agent.register(host)
+        remote = agent.register((on_device.ctypes.data, on_device.nbytes), kind=RegionKind.VRAM)
+        pieces = [(0, 1000), (5000, 4096), (20000, 30000)]
+        transfer = agent.prepare(
+            op,
+            [Descriptor(local, at, n) for at, n in pieces],
+            [Descriptor(remote, at + 7, n) for at, n in pieces],
+        )
+        transfer.post(deadline_s=10.0)
+        assert transfer.wait()
+        assert transfer.ok, transfer.failure
+    for at, n in pieces:
+        mine, theirs = host[at : at + n], on_device[at + 7 : at + 7 + n]
+        assert np.array_equal(mine, theirs)
