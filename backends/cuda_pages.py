@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import numpy.typing as npt
 
@@ -49,7 +51,8 @@ class CudaPages(Device):
         if device is None:
             return
         for number in self._registered:
-            device.unregister_host(number)
+            with contextlib.suppress(OSError):  # it has failed: nothing is page-locked any more
+                device.unregister_host(number)
         give_back(device)
 
     def _open(self) -> CudaDevice:

@@ -56,6 +56,147 @@ class CopyPlan:
     def scatter(self, pool: CopyPool, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], first_plane: int, plane_count: int, mode: str = 'auto') -> int:
         """Copy segments into engine pages; returns the bytes moved."""
 
+class DeviceJob:
+    """
+    Copies under way on a device, wave by wave. Any thread. OSError when the device has failed.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes moved when it is done."""
+
+    @property
+    def wave_count(self) -> int:
+        """Waves."""
+
+    def order_after(self, stream: int, wave: int = -1) -> None:
+        """
+        Let what is put on the stream from now on wait for a wave, or for all; not the host.
+        """
+
+    def is_done(self, wave: int = -1) -> bool:
+        """Whether the bytes of a wave, or of all, are in place."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until all is in place; False when the time is over first."""
+
+    def elapsed_s(self) -> float:
+        """Device time from start to end, once it is done."""
+
+class CudaDevice:
+    """
+    One CUDA device: its memory, page-locked host memory, and copies on streams of its own. Any thread. OSError, with the reason, where it cannot be used.
+    """
+
+    def __init__(self, ordinal: int = 0) -> None: ...
+
+    @staticmethod
+    def count() -> int:
+        """Devices; 0 without a driver."""
+
+    @staticmethod
+    def missing() -> str:
+        """Why there are none; empty if some."""
+
+    @property
+    def ordinal(self) -> int:
+        """Its number."""
+
+    @property
+    def name(self) -> str:
+        """Its model."""
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor."""
+
+    @property
+    def sm_count(self) -> int:
+        """Multiprocessors."""
+
+    @property
+    def driver_version(self) -> int:
+        """1000 * major + 10 * minor of the newest CUDA that the driver knows."""
+
+    @property
+    def has_batch_copy(self) -> bool:
+        """Whether the driver takes many copies in one call (12.8 and later)."""
+
+    @property
+    def failure(self) -> str:
+        """
+        The error that ended the device for this process; empty while it lives.
+        """
+
+    def register_host(self, address: int, nbytes: int) -> int:
+        """Page-lock host memory; gives a number for `unregister_host`."""
+
+    def unregister_host(self, number: int) -> None:
+        """Undo it, after what is under way."""
+
+    def memory_kind(self, address: int, nbytes: int) -> str:
+        """
+        "device", "host" (page-locked), "managed" or "unpinned"; ValueError if mixed.
+        """
+
+    def allocate(self, nbytes: int) -> int:
+        """Memory of the device."""
+
+    def free(self, address: int) -> None:
+        """Give it back."""
+
+    def allocate_host(self, nbytes: int) -> int:
+        """Page-locked host memory."""
+
+    def free_host(self, address: int) -> None:
+        """Give it back."""
+
+    def copy(self, targets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sources: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], after: int | None = None) -> DeviceJob:
+        """Begin to copy pieces; `after` is a stream to follow."""
+
+    def create_stream(self) -> int:
+        """A stream such as an engine has."""
+
+    def destroy_stream(self, stream: int) -> None:
+        """End it."""
+
+    def synchronize(self, stream: int) -> None:
+        """Return when the stream has done what is on it."""
+
+    def close(self) -> None:
+        """
+        Wait for what is under way and let go of everything; again, do nothing.
+        """
+
+class DevicePlan:
+    """
+    Where each byte of an engine's paged KV lies on a device, and the copies between it and block-first segments. Usable from any thread.
+    """
+
+    def __init__(self, device: CudaDevice, plane_addresses: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_count: int, page_stride: int, rows: int, row_stride: int, cols: int, col_stride: int, run_bytes: int) -> None: ...
+
+    @property
+    def plane_count(self) -> int:
+        """Planes: one per (layer, K or V)."""
+
+    @property
+    def page_count(self) -> int:
+        """Pages in each plane."""
+
+    @property
+    def plane_bytes(self) -> int:
+        """Bytes of one page in one plane."""
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes of one plane that are copied as one piece."""
+
+    def gather(self, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], waves: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], stream: int) -> DeviceJob:
+        """Begin to copy pages into segments, after what is on `stream` now."""
+
+    def scatter(self, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], waves: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], stream: int) -> DeviceJob:
+        """Begin to copy segments into pages, after what is on `stream` now."""
+
 def xxh3_128(data: object) -> bytes:
     """
     XXH3-128 of any contiguous buffer: 16 bytes in canonical (big-endian) form.

@@ -34,3 +34,4 @@ class Lane:
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
             work()
+            del work  # or what it holds would stay until the next one comes

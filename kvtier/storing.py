@@ -148,7 +148,7 @@ class Storer:
         try:
             store.wait_moves()
         except OSError as error:
-            log.warning("kvtier: store from a device failed: %s", error)
+            log.warning("kvtier: store from a device failed: %s", str(error))
             self._metrics.add("stores_failed")
             return False
         return True

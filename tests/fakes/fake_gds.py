@@ -40,7 +40,7 @@ class FakeCufile(FakeCuda):
         super().__init__(build())
 
     @staticmethod
-    def install(patch: pytest.MonkeyPatch, library: Path | None = None) -> None:  # type: ignore[override]
+    def install(patch: pytest.MonkeyPatch, library: Path | None = None) -> None:
         """Have kvtier find them."""
         for name in ("KVTIER_CUFILE_LIBRARY", "KVTIER_CUDA_LIBRARY"):
             patch.setenv(name, str(library or build()))
@@ -54,7 +54,7 @@ class FakeCufile(FakeCuda):
         cufile = (ctypes.c_int64 * 4)()
         self._library.fake_count_cufile(cufile)
         cuda = self.held_by_cuda()
-        return Held(*cufile, cuda.contexts, cuda.current_contexts, cuda.streams)
+        return Held(*cufile, *cuda[:3])
 
     def reset(self) -> None:
         """No faults, and no memory of GPUs."""
