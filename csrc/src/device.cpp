@@ -102,19 +102,23 @@ CudaDevice::CudaDevice(int ordinal) : state_(std::make_shared<State>(ordinal)) {
 CudaDevice::~CudaDevice() { close(); }
 
 std::shared_ptr<State> CudaDevice::state() const {
+  const std::lock_guard lock(mutex_);
   if (!state_) throw DeviceError(ECANCELED, "this device is closed");
   return state_;
 }
 
 int CudaDevice::ordinal() const { return state()->ordinal; }
-const std::string& CudaDevice::name() const { return state()->name; }
+std::string CudaDevice::name() const { return state()->name; }
 std::pair<int, int> CudaDevice::compute_capability() const {
   return {state()->major, state()->minor};
 }
 int CudaDevice::sm_count() const { return state()->sm_count; }
 int CudaDevice::driver_version() const { return state()->driver_version; }
 bool CudaDevice::has_batch_copy() const { return state()->library.memcpy_batch_async != nullptr; }
-std::string CudaDevice::failure() const { return state_ ? state_->failure() : "closed"; }
+std::string CudaDevice::failure() const {
+  const std::lock_guard lock(mutex_);
+  return state_ ? state_->failure() : "closed";
+}
 
 std::uint64_t CudaDevice::register_host(std::uint64_t address, std::uint64_t nbytes) {
   const auto state = this->state();
@@ -290,9 +294,13 @@ void CudaDevice::synchronize(StreamHandle stream) {
 }
 
 void CudaDevice::close() {
-  if (!state_) return;
-  state_->drain();
-  state_.reset();
+  std::shared_ptr<State> state;
+  {
+    const std::lock_guard lock(mutex_);
+    state = std::move(state_);
+    state_.reset();
+  }
+  if (state) state->drain();
 }
 
 }  // namespace kvtier

@@ -38,6 +38,7 @@ Event::Event(std::shared_ptr<State> state) : state_(std::move(state)) {
 }
 
 Event::~Event() {
+  if (!state_->failure().empty()) return;
   const cuda::CurrentContext current(state_->library, state_->context.get());
   if (event_ != nullptr) state_->library.event_destroy(event_);
 }
@@ -96,6 +97,7 @@ State::State(int wanted)
 }
 
 State::~State() {
+  if (!failure().empty()) return;  // what a lost context had is gone with it
   const cuda::CurrentContext current(library, context.get());
   for (const cuda::Stream stream : {out, into, within}) {
     if (stream == nullptr) continue;

@@ -54,7 +54,10 @@ class FakeCufile(FakeCuda):
         cufile = (ctypes.c_int64 * 4)()
         self._library.fake_count_cufile(cufile)
         cuda = self.held_by_cuda()
-        return Held(*cufile, *cuda[:3])
+        drivers, handles, buffers, streams = cufile
+        return Held(
+            drivers, handles, buffers, streams, cuda.contexts, cuda.current_contexts, cuda.streams
+        )
 
     def reset(self) -> None:
         """No faults, and no memory of GPUs."""

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -78,7 +79,7 @@ class CudaDevice {
   CudaDevice& operator=(const CudaDevice&) = delete;
 
   int ordinal() const;
-  const std::string& name() const;
+  std::string name() const;
   std::pair<int, int> compute_capability() const;
   int sm_count() const;
   int driver_version() const;
@@ -126,7 +127,8 @@ class CudaDevice {
   std::shared_ptr<device::State> state() const;
 
  private:
-  std::shared_ptr<device::State> state_;
+  mutable std::mutex mutex_;
+  std::shared_ptr<device::State> state_;  // none once closed
 };
 
 }  // namespace kvtier
