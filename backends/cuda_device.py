@@ -29,7 +29,7 @@ def take_device(ordinal: int) -> CudaDevice:
         raise BackendUnavailable("CUDA is switched off (KVTIER_CUDA=off)")
     with _lock:
         device, users = _devices.get(ordinal, (None, 0))
-        if device is None or (device.failure and not users):
+        if device is None:
             try:
                 device = CudaDevice(ordinal)
             except OSError as error:

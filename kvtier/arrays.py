@@ -88,7 +88,7 @@ def stream_of(source: Any) -> Callable[[], int]:
     assert view.device is not None, "asked of arrays on a device"
     ordinal = view.device
     library = type(source).__module__.partition(".")[0]
-    if library == "torch":
+    if hasattr(source, "data_ptr"):  # torch's, or a class that an engine made of it
         torch = sys.modules["torch"]
         return lambda: int(torch.cuda.current_stream(ordinal).cuda_stream)
     if library == "cupy":

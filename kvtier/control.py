@@ -228,6 +228,7 @@ class KVTier:
         """
         self._check_open()
         if space.failure:  # nothing could be loaded: the engine computes
+            self.metrics.add("lookup_misses")
             return Hit(space, 0, _NO_RUN, _NO_MASKS, self._tier_names, _NO_SIZES, None)
         ttl_s = self.config.lease_s if lease_s is None else lease_s
         self._asker.ask(space, tokens, extras)
@@ -309,13 +310,7 @@ class KVTier:
             LayoutMismatch: the space was attached without memory.
         """
         self._check_open()
-        space.need_memory()
-        page_ids = page_array(pages)
-        if first_token % space.page_tokens or first_token < 0:
-            raise ValueError(
-                f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
-            )
-        space.check_pages(page_ids, lowest=0)  # all before any: a store goes part by part
+        page_ids = _checked_pages(space, pages, first_token, lowest=0)  # all before any
         length = min(len(tokens), first_token + len(page_ids) * space.page_tokens)
         tokens = tokens[:length]
         keys, sizes = space.keys_of(tokens, extras)
@@ -361,13 +356,7 @@ class KVTier:
         """
         self._check_open()
         space = hit.space
-        space.need_memory()
-        page_ids = page_array(pages)
-        if first_token % space.page_tokens or first_token < 0:
-            raise ValueError(
-                f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
-            )
-        space.check_pages(page_ids, lowest=-1)
+        page_ids = _checked_pages(space, pages, first_token, lowest=-1)
         return self._start_load(hit, page_ids, first_token, timeout_s)
 
     # People and routers -------------------------------------------------------------------------
@@ -637,6 +626,19 @@ class KVTier:
 _NO_RUN: ChunkNumbers = np.empty(0, dtype=np.uint32)
 _NO_MASKS: npt.NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 _NO_SIZES: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
+
+
+def _checked_pages(
+    space: Space, pages: Pages, first_token: int, lowest: int
+) -> npt.NDArray[np.int64]:
+    space.need_memory()
+    page_ids = page_array(pages)
+    if first_token % space.page_tokens or first_token < 0:
+        raise ValueError(
+            f"first_token {first_token} is no multiple of {space.page_tokens}-token pages"
+        )
+    space.check_pages(page_ids, lowest)
+    return page_ids
 
 
 def _open_tier(number: int, config: TierConfig, ready: Backend | None) -> Tier:

@@ -164,9 +164,8 @@ class Loader:
             self._end_on_device(load)
 
     def _device_failed(self, load: Load, error: Exception) -> None:
-        log.warning(
-            "kvtier: load on a device failed: %s", str(error)
-        )  # not its traceback: it holds on
+        # In words: a handler that keeps the error would keep its frames, and with them the device.
+        log.warning("kvtier: load on a device failed: %s", str(error))
         self._metrics.add("loads_failed")
         for position in range(len(load.plan.chunks)):
             load.settle(position, Outcome(Status.FAILED, detail=str(error)))

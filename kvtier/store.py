@@ -75,7 +75,7 @@ class Store:
         self._ended = threading.Event()
         self._finished = False
         self._batch: Batch | None = None
-        self._layers_left: list[int] = []
+        self._layers_left: list[set[int]] = []
         self._begun: list[DeviceMove] = []
         self._failure: OSError | None = None
 
@@ -85,12 +85,13 @@ class Store:
         """The KV of `layer` is computed once the engine's stream has done what is on it now.
 
         A device begins to copy a wave when all its layers are; host memory is copied by `finish`.
+        Layers that share their KV may say so twice.
         """
         if self._finished or not self._is_on_device():
             return
         self._plan()
         wave = self.space.wave_of_layer[layer]
-        self._layers_left[wave] -= 1
+        self._layers_left[wave].discard(layer)
         while len(self._begun) < len(self._layers_left) and not self._layers_left[len(self._begun)]:
             if not self._gather(len(self._begun), len(self._begun) + 1):
                 return
@@ -100,15 +101,22 @@ class Store:
 
         Afterwards the pages may be reused: of host memory at once, on a device by what the engine
         puts on its stream from now on. Again, it does nothing.
+
+        Raises:
+            ValueError: the engine's stream is not one of its device; nothing is stored.
         """
         if self._finished:
             return
         self._finished = True
-        if self._is_on_device():
-            self._plan()
-            if len(self._begun) < len(self._layers_left):
-                self._gather(len(self._begun), len(self._layers_left))
-            self._free_pages()
+        try:
+            if self._is_on_device():
+                self._plan()
+                if len(self._begun) < len(self._layers_left):
+                    self._gather(len(self._begun), len(self._layers_left))
+                self._free_pages()
+        except BaseException:  # the caller's mistake, such as a stream of another device
+            self._publisher.give_up(self)
+            raise
         self._publisher.finish(self)
 
     def cancel(self) -> None:
@@ -156,8 +164,10 @@ class Store:
 
     def end(self) -> None:
         """Whoever waits learns the result."""
-        self._ended.set()
-        self._on_end(self)
+        try:
+            self._on_end(self)
+        finally:
+            self._ended.set()
 
     # Parts --------------------------------------------------------------------------------------
 
@@ -173,9 +183,9 @@ class Store:
             if record is not None
         ]
         self._batch = batch_of(self.space, [m for m, _ in fresh], [r for _, r in fresh])
-        self._layers_left = [0] * len(self._batch.waves)
-        for wave in self.space.wave_of_layer:
-            self._layers_left[wave] += 1
+        self._layers_left = [set() for _ in self._batch.waves]
+        for layer, wave in enumerate(self.space.wave_of_layer):
+            self._layers_left[wave].add(layer)
 
     def _gather(self, first: int, stop: int) -> bool:
         assert self._batch is not None, "_plan came before"

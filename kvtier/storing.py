@@ -170,11 +170,11 @@ class Storer:
         fill: Callable[[Space, Sequence[ChunkMove], Sequence[Descriptor]], int],
     ) -> None:
         """Fill and publish a run, part by part: the way down begins while the rest is gathered."""
-        parent = self._take_hold(store)
         space, moves, records = store.space, store.moves, store.records
         stored_tokens, nbytes, at = 0, 0, 0
         done: list[ChunkNumbers] = []  # leased, so that what continues them finds them
         try:
+            parent = self._take_hold(store)
             for count in _part_counts(moves):
                 part = slice(at, at + count)
                 fresh = [

@@ -211,6 +211,9 @@ class WorkerSide:
 
     def stop(self) -> None:
         """No page is touched after this."""
+        for _, store in self._filling or ():
+            if store is not None:
+                store.cancel()
         for running in [*self._in_step, *self._trailing, *self._between.values()]:
             self._cancel(running)
 

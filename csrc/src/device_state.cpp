@@ -90,8 +90,15 @@ State::State(int wanted)
     minor = attribute(cuda::kDeviceComputeCapabilityMinor, device);
     sm_count = attribute(cuda::kDeviceMultiprocessorCount, device);
     check(library.driver_get_version(&driver_version), "cuDriverGetVersion");
-    for (cuda::Stream* const stream : {&out, &into, &within}) {
-      check(library.stream_create(stream, cuda::kNonBlocking), "cuStreamCreate");
+    try {
+      for (cuda::Stream* const stream : {&out, &into, &within}) {
+        check(library.stream_create(stream, cuda::kNonBlocking), "cuStreamCreate");
+      }
+    } catch (...) {  // there will be no destructor
+      for (const cuda::Stream stream : {out, into, within}) {
+        if (stream != nullptr) library.stream_destroy(stream);
+      }
+      throw;
     }
   });
 }

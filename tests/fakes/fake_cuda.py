@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from kvtier.types import Region, RegionKind
@@ -169,6 +170,25 @@ class FakeCuda:
             ctypes.c_size_t(region.address), ctypes.c_size_t(region.nbytes), device
         )
         return Region(RegionKind.VRAM, region.address, region.nbytes, device)
+
+    def copy_on(self, stream: int, target: int, source: np.ndarray[Any, Any]) -> None:
+        """Have a stream of device 0 copy host memory, which must live until it has."""
+        self._copy(target, source.ctypes.data, source.nbytes, stream)
+
+    def copy_from(self, stream: int, target: np.ndarray[Any, Any], source: int) -> None:
+        """The other way."""
+        self._copy(target.ctypes.data, source, target.nbytes, stream)
+
+    def _copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        context, library = ctypes.c_void_p(), self._library
+        codes = [
+            library.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0),
+            library.cuCtxPushCurrent_v2(context),
+            library.cuMemcpyAsync(*map(ctypes.c_size_t, (target, source, nbytes, stream))),
+            library.cuCtxPopCurrent_v2(ctypes.byref(context)),
+            library.cuDevicePrimaryCtxRelease_v2(0),
+        ]
+        assert not any(codes), codes
 
     def held_by_cuda(self) -> HeldByCuda:
         """What has been taken and not given back."""

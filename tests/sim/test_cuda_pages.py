@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +71,17 @@ class Engine:
             place=DevicePlace("cuda", 0, lambda: self.stream),
         )
 
+    def put(self, cuda: FakeCuda, content: np.ndarray[Any, Any]) -> None:
+        """Compute: the pages become `content` when the engine's stream comes to it."""
+        cuda.copy_on(self.stream, self.raw.ctypes.data, content)
+
+    def see(self, cuda: FakeCuda, device: CudaDevice) -> np.ndarray[Any, Any]:
+        """The pages as what the engine puts on its stream now finds them."""
+        seen = np.empty_like(self.raw)
+        cuda.copy_from(self.stream, seen, self.raw.ctypes.data)
+        device.synchronize(self.stream)
+        return seen
+
 
 def make(tier: KVTier, engine: Engine) -> Space:
     return tier.attach(Namespace(model="m"), LAYOUT, engine.kv)
@@ -99,6 +111,43 @@ def test_kv_comes_back_from_memory(cuda: FakeCuda, joined: bool, version: int, s
         assert result.tokens == len(PROMPT)
         tier.release(hit)
     device.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_copies_keep_the_order_of_the_engines_stream(cuda: FakeCuda, seed: int) -> None:
+    """The engine computes late and goes on at once: what is stored is what was computed between."""
+    cuda.set(Setting.SEED, seed)
+    cuda.set(Setting.DELAY_MAX_US, 3000)
+    device = CudaDevice(0)
+    engine = Engine(cuda, device)
+    chance = np.random.default_rng(seed)
+    computed, other = chance.integers(0, 256, (2, *engine.raw.shape), dtype=np.uint8)
+    with KVTier.open(TIERS) as tier:
+        space = make(tier, engine)
+        engine.put(cuda, computed)
+        store = tier.start_store(space, PROMPT, range(20))
+        for layer in range(LAYERS):
+            store.filled(layer)
+            store.filled(layer)  # as layers do that share their KV
+        store.finish()
+        engine.put(cuda, other)  # the pages are another request's
+        assert store.wait().stored_tokens == len(PROMPT)
+        hit = tier.lookup(space, PROMPT)
+        load = tier.load(hit, range(30, 50))
+        for layer in range(LAYERS):
+            assert load.wait_layer(layer)
+        seen = engine.see(cuda, device)
+        assert np.array_equal(seen[:, 30:50], computed[:, :20])
+        assert np.array_equal(seen[:, :30], other[:, :30])
+        assert load.wait() is not None
+        tier.release(hit)
+    device.close()
+
+
+def test_a_device_that_cannot_start_leaves_nothing(cuda: FakeCuda) -> None:
+    cuda.fail(Call.STREAM_CREATE, 2, skip=1)
+    with pytest.raises(OSError, match="OUT_OF_MEMORY"):
+        CudaDevice(0)
 
 
 def test_neighbours_go_in_one_piece(cuda: FakeCuda) -> None:
@@ -156,7 +205,10 @@ def test_a_stream_of_another_device_is_refused(cuda: FakeCuda) -> None:
         engine.stream = other.create_stream()
         with pytest.raises(ValueError, match="is not one of device 0"):
             tier.store(space, PROMPT, range(20))
-        assert tier.stat()["tiers"]["memory"]["chunks"] == 0
+        stat = tier.stat()
+        assert (stat["tiers"]["memory"]["used_bytes"], stat["leases"]) == (0, 0)
+        engine.stream = device.create_stream()
+        assert tier.store(space, PROMPT, range(20)).stored_tokens == len(PROMPT)
     device.close()
     other.close()
 
