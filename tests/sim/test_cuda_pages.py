@@ -73,6 +73,7 @@ class Engine:
 
     def put(self, cuda: FakeCuda, content: np.ndarray[Any, Any]) -> None:
         """Compute: the pages become `content` when the engine's stream comes to it."""
+        cuda.own(Region(RegionKind.DRAM, content.ctypes.data, content.nbytes), 0)  # else it waits
         cuda.copy_on(self.stream, self.raw.ctypes.data, content)
 
     def see(self, cuda: FakeCuda, device: CudaDevice) -> np.ndarray[Any, Any]:
