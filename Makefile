@@ -32,7 +32,7 @@ lint: $(FAST)/.installed
 	$(FAST)/bin/ruff check . && $(FAST)/bin/ruff format --check .
 	$(FAST)/bin/mypy
 	$(FAST)/bin/lint-imports
-	$(FAST)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.hpp')
+	$(FAST)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'csrc/*.cu' 'csrc/*.h')
 	$(FAST)/bin/python -m nanobind.stubgen -q -m kvtier._core -o build/_core.pyi && diff -u kvtier/_core.pyi build/_core.pyi
 
 bench: $(ENGINE)/.installed

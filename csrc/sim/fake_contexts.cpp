@@ -291,7 +291,7 @@ void fake_reset_cuda() {
     state().lost[device] = 0;
   }
   state().counters = {};
-  sweep();
+  check_quarantine();
 }
 
 /// Contexts held, contexts current on any thread, streams, events, modules, then allocations of
@@ -314,10 +314,10 @@ void fake_count_cuda(std::int64_t* counts) {
   }
 }
 
-/// As `Counters` has them.
+/// As `Counters` has them; looks for writes to freed memory first.
 void fake_counters(std::int64_t* counters) {
   const std::lock_guard lock(state().mutex);
-  sweep();
+  check_quarantine();
   std::memcpy(counters, &state().counters, sizeof(Counters));
 }
 }

@@ -1,5 +1,4 @@
 // The stand-in's copies and fills, which a stream does when it comes to them.
-#include <array>
 #include <cstring>
 #include <string_view>
 
@@ -37,42 +36,62 @@ struct Copy {
 
 using Bytes = std::vector<unsigned char>;
 
-int copy_now(const Copy& copy, const Bytes* early) {
+/// Copies in stream order, from the last to the first: among themselves they have no order.
+int copy_now(const std::vector<Copy>& copies, const std::vector<Bytes>& early) {
   pass();
   if (const int code = fault_of(kCopyRun)) return code;
-  const void* const source =
-      early != nullptr ? early->data() : reinterpret_cast<const void*>(copy.source);
-  std::memmove(reinterpret_cast<void*>(copy.target), source, copy.nbytes);
+  for (std::size_t i = copies.size(); i-- > 0;) {
+    const void* const source =
+        early[i].empty() ? reinterpret_cast<const void*>(copies[i].source) : early[i].data();
+    std::memmove(reinterpret_cast<void*>(copies[i].target), source, copies[i].nbytes);
+  }
   return 0;
 }
 
-/// Enqueue it, unless it is wrong. A copy of pageable memory is over when this returns.
-int add_copy(const Copy& copy, const std::shared_ptr<Stream>& stream,
-             std::unique_lock<std::mutex>& lock) {
-  if (copy.nbytes == 0) return 0;
-  const Range target{copy.target, copy.nbytes};
-  const Range source{copy.source, copy.nbytes};
-  const Side to = side_of(target, stream->device());
-  const Side from = side_of(source, stream->device());
-  if (to == Side::kWrong || from == Side::kWrong) return api::kInvalidValue;
-  const bool is_pageable = to == Side::kPageable || from == Side::kPageable;
-  state().counters.pageable_copies += is_pageable ? 1 : 0;
-  state().counters.copied_bytes += static_cast<std::int64_t>(copy.nbytes);
-  // A source that may be read out of order is read too early, every second time.
-  std::shared_ptr<Bytes> early;
+/// Whether a source is read before the stream comes to it: every second time where it may be.
+bool is_read_early(api::SourceOrder order) {
   static std::minstd_rand chance(1);
-  if (copy.order == api::SourceOrder::kDuringApiCall ||
-      (copy.order == api::SourceOrder::kAny && (chance() >> 8) % 2 == 0)) {
-    const auto* const bytes = reinterpret_cast<const unsigned char*>(copy.source);
-    early = std::make_shared<Bytes>(bytes, bytes + copy.nbytes);
-    ++state().counters.early_reads;
+  return order == api::SourceOrder::kDuringApiCall ||
+         (order == api::SourceOrder::kAny && (chance() >> 8) % 2 == 0);
+}
+
+/// Enqueue them as one piece of work, unless one is wrong: its number goes to `failed_copy`.
+/// Copies of pageable memory are over when this returns.
+int add_copies(std::vector<Copy> copies, const std::shared_ptr<Stream>& stream,
+               std::unique_lock<std::mutex>& lock, std::size_t* failed_copy) {
+  Counters& counters = state().counters;
+  Work work;
+  std::vector<Bytes> early(copies.size());
+  bool is_any_pageable = false;
+  for (std::size_t i = 0; i < copies.size(); ++i) {
+    const Copy& copy = copies[i];
+    if (copy.nbytes == 0) continue;
+    const Side to = side_of({copy.target, copy.nbytes}, stream->device());
+    const Side from = side_of({copy.source, copy.nbytes}, stream->device());
+    if (to == Side::kWrong || from == Side::kWrong) {
+      if (failed_copy != nullptr) *failed_copy = i;
+      return api::kInvalidValue;
+    }
+    const bool is_pageable = to == Side::kPageable || from == Side::kPageable;
+    is_any_pageable = is_any_pageable || is_pageable;
+    counters.pageable_copies += is_pageable ? 1 : 0;
+    counters.copied_bytes += static_cast<std::int64_t>(copy.nbytes);
+    work.uses.push_back({copy.target, copy.nbytes});
+    if (is_read_early(copy.order)) {
+      const auto* const bytes = reinterpret_cast<const unsigned char*>(copy.source);
+      early[i].assign(bytes, bytes + copy.nbytes);
+      ++counters.early_reads;
+    } else {
+      work.uses.push_back({copy.source, copy.nbytes});
+    }
   }
-  Work work{.run = [copy, early] { return copy_now(copy, early.get()); }, .uses = {target}};
-  if (!early) work.uses.push_back(source);
-  if (is_pageable) work.moment = std::make_shared<Moment>();
-  const auto moment = work.moment;
+  work.run = [copies = std::move(copies), early = std::move(early)] {
+    return copy_now(copies, early);
+  };
+  const auto moment = std::make_shared<Moment>();
+  work.moment = moment;
   stream->add(std::move(work));
-  if (moment) state().changed.wait(lock, [&] { return moment->is_over; });
+  if (is_any_pageable) state().changed.wait(lock, [&] { return moment->is_over; });
   return state().lost[stream->device()];
 }
 
@@ -112,14 +131,7 @@ int copy_batch(std::uint64_t* targets, std::uint64_t* sources, std::size_t* leng
   if (!found) return kInvalidHandle;
   ++state().counters.batches;
   state().counters.batch_copies += static_cast<std::int64_t>(count);
-  // In any order: the last comes first.
-  for (std::size_t i = count; i-- > 0;) {
-    if (const int code = add_copy(copies[i], found, lock)) {
-      if (failed_copy != nullptr) *failed_copy = i;
-      return code;
-    }
-  }
-  return 0;
+  return add_copies(std::move(copies), found, lock, failed_copy);
 }
 
 }  // namespace
@@ -136,7 +148,7 @@ int cuMemcpyAsync(std::uint64_t target, std::uint64_t source, std::size_t nbytes
   const auto found = find_stream(stream, begun.device);
   if (!found) return kInvalidHandle;
   ++state().counters.copies;
-  return add_copy({target, source, nbytes}, found, lock);
+  return add_copies({{target, source, nbytes}}, found, lock, nullptr);
 }
 
 int cuMemsetD8Async(std::uint64_t target, unsigned char value, std::size_t nbytes, void* stream) {

@@ -23,10 +23,11 @@ constexpr std::size_t kGuardBytes = 0;  // it has its own
 #else
 constexpr std::size_t kGuardBytes = 4096;  // before and after
 #endif
+constexpr std::size_t kQuarantineBytes = 16 << 20;  // of freed memory, before the first goes back
 
 bool is_filled(std::uintptr_t address, std::size_t nbytes, unsigned char value) {
   const auto* const bytes = reinterpret_cast<const unsigned char*>(address);
-  return std::all_of(bytes, bytes + nbytes, [value](unsigned char byte) { return byte == value; });
+  return nbytes == 0 || (*bytes == value && std::memcmp(bytes, bytes + 1, nbytes - 1) == 0);
 }
 
 /// Poisoned, between guards; its block is null where the heap has no more.
@@ -40,22 +41,33 @@ Memory make(Kind kind, std::size_t nbytes, int device, std::size_t align) {
   return memory;
 }
 
-/// Free it, now or when what uses it is over.
+/// Free it, later: what uses it may not be over, and nobody may write to it meanwhile.
 void free_block(const Memory& memory, bool is_used) {
   if (!is_filled(memory.device_start - kGuardBytes, kGuardBytes, kGuard) ||
       !is_filled(memory.device_start + memory.nbytes, kGuardBytes, kGuard)) {
     mistake("a write before or beyond an allocation");
   }
-  state().freed[memory.device_start] = memory.nbytes;
-  if (is_used || kGuardBytes != 0) {
-    if (!is_used) {
-      std::memset(reinterpret_cast<void*>(memory.device_start), kGone, memory.nbytes);
-    }
-    state().quarantine.push_back({memory, !is_used});
-  } else {
-    std::memset(reinterpret_cast<void*>(memory.device_start), kGone, memory.nbytes);
+  if (!is_used) std::memset(reinterpret_cast<void*>(memory.device_start), kGone, memory.nbytes);
+  if (!is_used && kGuardBytes == 0) {  // the sanitizer keeps it
     std::free(memory.block);
+    return;
   }
+  state().freed[memory.device_start] = memory.nbytes;
+  state().quarantine.push_back({memory, !is_used});
+}
+
+bool is_any_busy() {
+  const auto is_busy = [](const auto& entry) { return !entry.second->is_idle(); };
+  return std::any_of(state().streams.begin(), state().streams.end(), is_busy) ||
+         std::any_of(state().default_streams.begin(), state().default_streams.end(), is_busy);
+}
+
+/// Say once that it was written to.
+void check_freed(Freed& freed) {
+  const Memory& memory = freed.memory;
+  if (!freed.is_poisoned || is_filled(memory.device_start, memory.nbytes, kGone)) return;
+  mistake("a write to memory after it was freed");
+  freed.is_poisoned = false;
 }
 
 std::size_t bytes_of(Kind kind, int device) {
@@ -162,19 +174,21 @@ void take_place(const Range& range) {
 }
 
 void sweep() {
-  for (const auto& [handle, stream] : state().streams) {
-    if (!stream->is_idle()) return;
+  if (is_any_busy()) return;
+  std::size_t sum = 0;
+  for (const Freed& freed : state().quarantine) sum += freed.memory.nbytes;
+  while (sum > kQuarantineBytes) {
+    Freed& first = state().quarantine.front();
+    check_freed(first);
+    sum -= first.memory.nbytes;
+    state().freed.erase(first.memory.device_start);
+    std::free(first.memory.block);
+    state().quarantine.pop_front();
   }
-  for (const auto& [device, stream] : state().default_streams) {
-    if (!stream->is_idle()) return;
-  }
-  for (const auto& [memory, is_poisoned] : state().quarantine) {
-    if (is_poisoned && !is_filled(memory.device_start, memory.nbytes, kGone)) {
-      mistake("a write to memory after it was freed");
-    }
-    std::free(memory.block);
-  }
-  state().quarantine.clear();
+}
+
+void check_quarantine() {
+  for (Freed& freed : state().quarantine) check_freed(freed);
 }
 
 int drop_memory(int device, bool is_leak) {

@@ -84,10 +84,10 @@ struct Moment {
 };
 
 struct Work {
-  std::function<int()> run = nullptr;  // gives the error with which the context is lost, or 0
+  std::function<int()> run = {};  // gives the error with which the context is lost, or 0
   std::vector<Range> uses = {};
-  std::shared_ptr<Moment> waits_for = nullptr;  // nothing of this and what follows begins before
-  std::shared_ptr<Moment> moment = nullptr;     // over when this is
+  std::shared_ptr<Moment> waits_for = {};       // nothing of this and what follows begins before
+  std::shared_ptr<Moment> moment = {};          // over when this is
   const void* module = nullptr;                 // of its kernel
   std::vector<std::uint64_t> use_numbers = {};  // of `uses`, while it is enqueued
 };
@@ -126,9 +126,7 @@ struct LoadedModule {
   int device;
 };
 
-struct LoadedFunction {
-  std::shared_ptr<LoadedModule> module;
-};
+struct LoadedFunction;  // with modules
 
 /// Freed memory that work may still touch, kept until all is over.
 struct Freed {
@@ -158,7 +156,7 @@ struct State {
   int current_count = 0;                    // on all threads
   std::map<std::uintptr_t, Memory> memory;  // by start; host memory with an alias twice
   std::map<std::uintptr_t, std::size_t> freed;
-  std::vector<Freed> quarantine;
+  std::deque<Freed> quarantine;
   std::map<std::uint64_t, Range> uses;  // of work that is not over
   std::uint64_t next_use = 0;
   std::map<std::uintptr_t, std::shared_ptr<Stream>> streams;
@@ -202,8 +200,10 @@ bool is_in_use(const Range& range);
 bool overlaps_memory(const Range& range);
 /// Forget what was freed there, and what a test had said of it.
 void take_place(const Range& range);
-/// Give back memory whose work is over; mistakes where it was written to.
+/// Give back freed memory, the first first, where there is much and no stream has work.
 void sweep();
+/// A mistake for each freed memory that was written to.
+void check_quarantine();
 /// Free memory of a device whose context ends; how much there was.
 int drop_memory(int device, bool is_leak);
 

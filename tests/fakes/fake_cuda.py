@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import enum
 import functools
-import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fake_build
 import numpy as np
 import pytest
 
 from kvtier.types import Region, RegionKind
 
-SOURCES = Path(__file__).parents[2] / "csrc" / "sim"
-CUDA = tuple(
-    SOURCES / f"fake_{part}.cpp"
-    for part in ("calls", "contexts", "copies", "memory", "modules", "streams")
-)
+SOURCES = tuple(sorted(fake_build.SIMULATOR.glob("*.cpp")))
+SANITIZE = ("-O0", "-fsanitize=address", "-fno-omit-frame-pointer")
+"""Options for a library in which a write beyond memory ends the process; it needs libasan loaded
+first."""
+STICKY = {4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 911}
 
 
 class Call(enum.IntEnum):
-    """Which calls a fault is for; as in fake_calls.hpp."""
+    """Which calls a fault is for."""
 
     DRIVER_OPEN = 0
     HANDLE_REGISTER = 1
@@ -71,25 +67,36 @@ class Call(enum.IntEnum):
     FUNCTION_SET_ATTRIBUTE = 37
     LAUNCH = 38
     COPY_RUN = 39
-    """When a stream comes to a copy or a fill."""
+    """When a stream comes to a copy or a fill: the context is lost."""
     KERNEL_RUN = 40
+    """When a stream comes to a kernel: the context is lost."""
 
 
 class Setting(enum.IntEnum):
-    """What a test sets; as in fake_state.hpp."""
+    """What the driver and its devices are; as given here until set, and after a reset."""
 
     DEVICE_COUNT = 0
+    """2. 0: cuInit finds no device."""
     DRIVER_VERSION = 1
+    """12080. Below, there is no cuMemcpyBatchAsync."""
     CAPABILITY = 2
+    """90: ten times the major and the minor compute capability."""
     SM_COUNT = 3
+    """132."""
     MEMORY_BYTES = 4
+    """1 GiB: of each device."""
     PINNED_BYTES = 5
+    """1 GiB: what may be page-locked in all."""
     DELAY_MAX_US = 6
+    """200: what a stream waits at most before each piece of work."""
     SEED = 7
+    """1: of delays of streams made from now on, and of the order in which a kernel's threads run."""
+    IS_ALIASING = 8
+    """0. 1: memory registered from now on is at another address for devices."""
 
 
-class HeldByCuda(NamedTuple):
-    """What of CUDA has been taken and not given back."""
+class Held(NamedTuple):
+    """What is open now."""
 
     contexts: int
     current_contexts: int
@@ -98,62 +105,67 @@ class HeldByCuda(NamedTuple):
     events: int
     modules: int
     allocations: int
-    host_allocations: int
-    registrations: int
+    """Of device memory."""
+    pinned: int
+    registered: int
 
 
 class Counters(NamedTuple):
-    """What was done."""
+    """What was done since the last reset."""
 
     pageable_copies: int
     copies: int
+    """Calls, as `batches`, `fills` and `launches` are."""
     batches: int
     batch_copies: int
+    """Copies in batches."""
     early_reads: int
+    """Sources that were read before the stream came to the copy, as the caller had allowed."""
     fills: int
     launches: int
     copied_bytes: int
 
 
 @functools.cache
-def compile_library(sources: Sequence[Path], options: tuple[str, ...] = ()) -> Path:
-    """A library of these sources, compiled once for each process of tests."""
-    folder = tempfile.mkdtemp(prefix="kvtier-fake-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    library = Path(folder) / "libfake.so"
-    always = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    compiler = os.environ.get("CXX", "c++")
-    include = f"-I{SOURCES}"
-    subprocess.run(
-        [compiler, *always, *options, include, *map(str, sources), "-o", str(library)], check=True
-    )
-    return library
+def build(options: tuple[str, ...] = fake_build.FAST, *, with_kernels: bool = True) -> Path:
+    """The library of the driver, with the kernels of the simulator or with its own two only."""
+    if with_kernels:
+        return fake_build.build("fakecuda", SOURCES, options)
+    sources = tuple(path for path in SOURCES if path.name.startswith("fake_"))
+    # fake_kernels.cpp is what looks for the others, so it is the one to be told.
+    ordered = tuple(sorted(sources, key=lambda path: path.name == "fake_kernels.cpp"))
+    return fake_build.build("fakedriver", ordered, (*options, "-DFAKE_WITHOUT_KERNELS"))
 
 
-class FakeCuda:
-    """The library's state in this process; one for all who load it."""
+class FakeDriver:
+    """What a test can do with a library that has the driver in it."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path or compile_library(CUDA)
-        self._library = ctypes.CDLL(str(self.path))
+    lasting: Collection[int] = STICKY
+    """Codes with which a context is lost, unless told otherwise."""
 
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Have kvtier find it."""
-        patch.setenv("KVTIER_CUDA_LIBRARY", str(self.path))
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
 
     def fail(
-        self, call: Call, code: int, count: int = 1, skip: int = 0, *, is_lasting: bool = False
+        self,
+        call: Call,
+        code: int,
+        count: int = 1,
+        skip: int = 0,
+        *,
+        is_lasting: bool | None = None,
     ) -> None:
-        """After `skip` calls that go well, `count` fail; with a lasting one the context is lost."""
-        self._library.fake_fail(int(call), skip, count, code, int(is_lasting))
+        """After `skip` calls that go well, `count` fail with a CUresult.
 
-    def set(self, setting: Setting, value: int) -> None:
-        """Change what the driver or its devices are."""
-        self._library.fake_set(int(setting), ctypes.c_int64(value))
+        After a lasting one all that is done in the context fails with it, and its work is dropped.
+        """
+        lasts = code in self.lasting if is_lasting is None else is_lasting
+        self._library.fake_fail(int(call), skip, count, code, int(lasts))
 
     @contextmanager
     def held(self, after: int = 0) -> Iterator[None]:
-        """Meanwhile calls that move bytes wait, `after` so many have passed."""
+        """Meanwhile copies, fills and kernels wait when their stream comes to them, `after` so many
+        have passed."""
         self._library.fake_hold(1, after)
         try:
             yield
@@ -161,8 +173,16 @@ class FakeCuda:
             self._library.fake_hold(0, 0)
 
     def wait_held(self, count: int = 1) -> None:
-        """Return when so many calls wait."""
+        """Return when so many wait."""
         assert self._library.fake_wait_held(count), "no call came"
+
+    def set(self, setting: Setting, value: int) -> None:
+        """Change what the driver or its devices are."""
+        self._library.fake_set(int(setting), ctypes.c_int64(value))
+
+    def set_name(self, name: str) -> None:
+        """Of all devices."""
+        self._library.fake_set_name(name.encode())
 
     def own(self, region: Region, device: int) -> Region:
         """The memory is that GPU's from now on; the region as such."""
@@ -170,6 +190,69 @@ class FakeCuda:
             ctypes.c_size_t(region.address), ctypes.c_size_t(region.nbytes), device
         )
         return Region(RegionKind.VRAM, region.address, region.nbytes, device)
+
+    def manage(self, region: Region, device: int) -> None:
+        """The memory is managed by that GPU's driver from now on."""
+        self._library.fake_manage(
+            ctypes.c_size_t(region.address), ctypes.c_size_t(region.nbytes), device
+        )
+
+    def counters(self) -> Counters:
+        """What was done since the last reset."""
+        found = (ctypes.c_int64 * len(Counters._fields))()
+        self._library.fake_counters(found)
+        return Counters(*found)
+
+    def mistakes(self) -> int:
+        """How often a caller did what the real library would not forgive."""
+        self.counters()  # looks for writes to freed memory
+        return self._counts()[0]
+
+    def mistake_words(self) -> list[str]:
+        """What mistakes there were since this was last asked: the first 64."""
+        self.counters()
+        words = ctypes.create_string_buffer(16384)
+        self._library.fake_mistakes(words, ctypes.c_size_t(len(words)))
+        return words.value.decode().splitlines()
+
+    def calls(self, call: Call) -> int:
+        """How often it was made."""
+        return self._counts()[1 + call]
+
+    def _counts(self) -> list[int]:
+        found = (ctypes.c_int64 * (1 + len(Call)))()
+        self._library.fake_count_calls(found)
+        return list(found)
+
+    def reset(self) -> None:
+        """No faults, no memory of GPUs that was said to be theirs, settings as at first, no lost
+        context and nothing of one. Waits until no stream has work."""
+        for call in Call:
+            self.fail(call, 0, 0)
+        self._library.fake_reset_cuda()
+        self._library.fake_disown()
+
+    def driver(self) -> Any:
+        """The driver's own functions, by their names, as foreign functions."""
+        return self._library
+
+
+class FakeCuda(FakeDriver):
+    """The driver's state in this process; one for all who load the same library."""
+
+    def __init__(self, library: Path | None = None) -> None:
+        super().__init__(library or build())
+
+    @staticmethod
+    def install(patch: pytest.MonkeyPatch, library: Path | None = None) -> None:
+        """Have kvtier find it."""
+        patch.setenv("KVTIER_CUDA_LIBRARY", str(library or build()))
+
+    def held_now(self) -> Held:
+        """What has been taken and not given back."""
+        found = (ctypes.c_int64 * len(Held._fields))()
+        self._library.fake_count_cuda(found)
+        return Held(*found)
 
     def copy_on(self, stream: int, target: int, source: np.ndarray[Any, Any]) -> None:
         """Have a stream of device 0 copy host memory, which must live until it has."""
@@ -189,41 +272,3 @@ class FakeCuda:
             library.cuDevicePrimaryCtxRelease_v2(0),
         ]
         assert not any(codes), codes
-
-    def held_by_cuda(self) -> HeldByCuda:
-        """What has been taken and not given back."""
-        counts = (ctypes.c_int64 * len(HeldByCuda._fields))()
-        self._library.fake_count_cuda(counts)
-        return HeldByCuda(*counts)
-
-    def counters(self) -> Counters:
-        """What was done since the last reset."""
-        counts = (ctypes.c_int64 * len(Counters._fields))()
-        self._library.fake_counters(counts)
-        return Counters(*counts)
-
-    def mistakes(self) -> int:
-        """How often a caller did what the real libraries would not forgive."""
-        return self._counts()[0]
-
-    def mistake_words(self) -> str:
-        """The first mistakes since the last call, a line each."""
-        words = ctypes.create_string_buffer(1 << 14)
-        self._library.fake_mistakes(words, ctypes.c_size_t(len(words)))
-        return words.value.decode()
-
-    def calls(self, call: Call) -> int:
-        """How often it was made."""
-        return self._counts()[1 + call]
-
-    def _counts(self) -> list[int]:
-        found = (ctypes.c_int64 * (1 + len(Call)))()
-        self._library.fake_count_calls(found)
-        return list(found)
-
-    def reset(self) -> None:
-        """No faults, settings as at first, and no memory of GPUs."""
-        for call in Call:
-            self.fail(call, 0, 0)
-        self._library.fake_reset_cuda()
-        self._library.fake_disown()

@@ -1,17 +1,20 @@
-"""Builds the stand-ins for libcufile and libcuda, both in one library; see `fake_cuda`."""
+"""Builds the stand-ins for libcufile and libcuda, and has them fail, be slow and tell what they saw."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
+import fake_build
+import fake_cuda
 import pytest
-from fake_cuda import CUDA, Call, FakeCuda, compile_library
+from fake_cuda import Call, FakeDriver
 
 __all__ = ["Call", "FakeCufile", "Held", "build"]
 
-CUFILE = Path(__file__).parent / "fake_cufile.cpp"
+SOURCES = (*fake_cuda.SOURCES, Path(__file__).parent / "fake_cufile.cpp")
 
 
 class Held(NamedTuple):
@@ -27,14 +30,17 @@ class Held(NamedTuple):
     streams: int
 
 
+@functools.cache
 def build(*, with_streams: bool = True) -> Path:
-    """The library, compiled once for each process of tests."""
-    options = () if with_streams else ("-DFAKE_WITHOUT_STREAMS",)
-    return compile_library((*CUDA, CUFILE), options)
+    """The library, both in one."""
+    options = fake_build.FAST if with_streams else (*fake_build.FAST, "-DFAKE_WITHOUT_STREAMS")
+    return fake_build.build("fakecufile", SOURCES, options)
 
 
-class FakeCufile(FakeCuda):
+class FakeCufile(FakeDriver):
     """The libraries' state in this process; one for all who load them."""
+
+    lasting = ()
 
     def __init__(self) -> None:
         super().__init__(build())
@@ -51,15 +57,12 @@ class FakeCufile(FakeCuda):
 
     def held_now(self) -> Held:
         """What has been taken and not given back."""
-        cufile = (ctypes.c_int64 * 4)()
+        cufile, cuda = (ctypes.c_int64 * 4)(), (ctypes.c_int64 * 8)()
         self._library.fake_count_cufile(cufile)
-        cuda = self.held_by_cuda()
-        drivers, handles, buffers, streams = cufile
-        return Held(
-            drivers, handles, buffers, streams, cuda.contexts, cuda.current_contexts, cuda.streams
-        )
+        self._library.fake_count_cuda(cuda)
+        return Held(*cufile, *cuda[:3])
 
     def reset(self) -> None:
-        """No faults, and no memory of GPUs."""
+        """As the driver's, and no bound."""
         super().reset()
         self.move_at_most(0)

@@ -47,7 +47,7 @@ def cuda(library: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCud
     library.reset()
     mistakes = library.mistakes()
     yield library
-    held = library.held_by_cuda()
+    held = library.held_now()
     words = library.mistake_words()
     library.reset()
     assert not any(held), held
