@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,45 +11,10 @@ from layouts import LAYOUTS, Bytes, Paged, Shape, allocator
 from machine import Machine
 from numpy.lib.stride_tricks import as_strided
 
+from kvtier.backends.cuda_arguments import CopyArgs, FastDiv
+
 BULK_SLOTS = 4  # as csrc/cuda/bulk_shape.h
 BULK_UNIT = 128
-
-
-class FastDiv(ctypes.Structure):
-    """As csrc/cuda/types.h."""
-
-    _fields_ = (
-        ("divisor", ctypes.c_uint32),
-        ("multiplier", ctypes.c_uint32),
-        ("shift", ctypes.c_uint32),
-    )
-
-    @classmethod
-    def by(cls, divisor: int) -> FastDiv:
-        if divisor == 1:
-            return cls(1, 0, 0)
-        log2_up = (divisor - 1).bit_length()
-        return cls(divisor, -(-(1 << (31 + log2_up)) // divisor), log2_up - 1)
-
-
-class CopyArgs(ctypes.Structure):
-    """As csrc/cuda/types.h."""
-
-    _fields_ = (
-        ("planes", ctypes.c_uint64),
-        ("pages", ctypes.c_uint64),
-        ("row_stride", ctypes.c_int64),
-        ("col_stride", ctypes.c_int64),
-        ("stored_plane_stride", ctypes.c_int64),
-        ("stored_row_stride", ctypes.c_int64),
-        ("stored_col_stride", ctypes.c_int64),
-        ("total", ctypes.c_uint32),
-        ("run_bytes", ctypes.c_uint32),
-        ("vectors", FastDiv),
-        ("cols", FastDiv),
-        ("rows", FastDiv),
-        ("plane_count", FastDiv),
-    )
 
 
 @dataclass(frozen=True)
@@ -189,10 +153,10 @@ class _Run:
             stored_col_stride=stored_col,
             total=vectors * cols * rows * len(planes) * len(pages),
             run_bytes=run,
-            vectors=FastDiv.by(vectors),
-            cols=FastDiv.by(cols),
-            rows=FastDiv.by(rows),
-            plane_count=FastDiv.by(len(planes)),
+            vectors=FastDiv(vectors),
+            cols=FastDiv(cols),
+            rows=FastDiv(rows),
+            plane_count=FastDiv(len(planes)),
         )
         shared_bytes = 0
         kind = "gather" if is_gather else "scatter"
