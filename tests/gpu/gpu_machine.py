@@ -134,7 +134,8 @@ class GpuMachine:
 
     def _contents(self) -> dict[int, Bytes]:
         """Every array with its guards, as it is now."""
-        self.flush() if self._pending else None
+        if self._pending:
+            self.flush()
         if self._seen is None:
             placed = list(self._arrays.values())
             offsets, lengths = _places([each.nbytes + 2 * ALIGNMENT for each in placed])

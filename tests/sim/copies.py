@@ -94,7 +94,7 @@ class _Run:
     def _copy(self, paged: Paged, segments: list[list[Stored]], is_gather: bool) -> None:
         machine = self._machine
         addresses = [machine.put(memory) for memory in paged.memories]
-        plane_addresses = [_address(plane, paged.memories, addresses) for plane in paged.planes]
+        plane_addresses = [address_of(plane, paged.memories, addresses) for plane in paged.planes]
         stored_addresses = []
         for (first, count), wave in zip(self._waves(paged), segments, strict=True):
             stored = [machine.put(segment.memory) for segment in wave]
@@ -108,11 +108,11 @@ class _Run:
             )
             self._expect(paged.planes[first : first + count], wave, is_gather)
         for address, memory in zip(addresses, paged.memories, strict=True):
-            _same(machine.get(address), memory, "the pages")
+            same(machine.get(address), memory, "the pages")
         for address, segment in zip(
             stored_addresses, itertools.chain.from_iterable(segments), strict=True
         ):
-            _same(machine.get(address), segment.memory, "a segment")
+            same(machine.get(address), segment.memory, "a segment")
         machine.clear()
 
     def _launch(
@@ -185,7 +185,7 @@ def bulk_shared_bytes(rings: int, slot_bytes: int) -> int:
     return barriers + rings * BULK_SLOTS * slot_bytes
 
 
-def _address(plane: Bytes, memories: list[Bytes], addresses: list[int]) -> int:
+def address_of(plane: Bytes, memories: list[Bytes], addresses: list[int]) -> int:
     """Where the machine has a view of one of the memories."""
     own = plane.__array_interface__["data"][0]
     for memory, address in zip(memories, addresses, strict=True):
@@ -195,6 +195,6 @@ def _address(plane: Bytes, memories: list[Bytes], addresses: list[int]) -> int:
     raise AssertionError("a plane outside of all memories")
 
 
-def _same(found: Bytes, expected: Bytes, what: str) -> None:
+def same(found: Bytes, expected: Bytes, what: str) -> None:
     wrong = np.flatnonzero(found != expected)
     assert not wrong.size, f"{what}: {wrong.size} of {found.size} bytes, the first at {wrong[0]}"

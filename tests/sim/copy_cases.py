@@ -58,7 +58,9 @@ def _launch_shapes() -> Iterator[tuple[str, tuple[Case, ...]]]:
         )
         yield (
             f"{grid}-{block}",
-            tuple(Case("kv_first", "blocks", shape, ((1, 2),), 16, grid, block) for shape in shapes),
+            tuple(
+                Case("kv_first", "blocks", shape, ((1, 2),), 16, grid, block) for shape in shapes
+            ),
         )
 
 
