@@ -17,7 +17,7 @@ test: test-fast test-engine
 
 # unit, conformance, model, golden, faults, docs: no engine, half a minute
 test-fast: $(FAST)/.installed cpp-test
-	$(FAST)/bin/python -P -m pytest -q -m "not engine" $(ARGS)
+	$(FAST)/bin/python -P -m pytest -q -m "not engine and not gpu" $(ARGS)
 
 # a real vLLM with a real model, with and without kvtier
 test-engine: $(ENGINE)/.installed
