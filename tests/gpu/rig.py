@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 from gpu_machine import copy_pieces, host_view, wait
 from layouts import LAYOUTS, Bytes, Shape
 from numpy.lib.stride_tricks import as_strided
-from plan_checks import Table, Way, plane_addresses, plan_of
+from plan_checks import Table, Way, plan_of, plane_addresses
 
 from kvtier._core import CudaDevice, DeviceJob
 
@@ -151,7 +152,7 @@ class Rig:
         self._streams: list[int] = []
         self._noise: tuple[int, int] | None = None
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,11 +213,6 @@ class Rig:
         found = host_view(pinned, nbytes).copy()
         self.device.free_host(pinned)
         return found
-
-    def release(self, address: int) -> None:
-        """Give device memory back early."""
-        self._memory.remove(address)
-        self.device.free(address)
 
     def noise(self, nbytes: int) -> Bytes:
         """Random bytes."""
@@ -293,36 +289,42 @@ class PagedOnDevice:
         return self.gather(way, turn) if is_gather else self.scatter(way, turn)
 
     def check(self, is_gather: bool, way: Way, turn: int, samples: int = 24) -> None:
-        """Copy once, with other bytes than there were, and look at some of them.
+        """Turn some bytes of the blocks over, copy once, and look at them and the pages.
 
         Raises:
-            AssertionError: they are not what they should be.
+            AssertionError: they differ.
         """
-        self.renew()
-        table, planes = self._table(turn), len(self.paged.planes)
-        wait(self.copy(is_gather, way, turn))
-        step = int(table.waves[0, 1])
+        planes, nbytes = len(self.paged.planes), self.plan.plane_bytes
         chosen = self._rig.rng.integers(0, (self.page_count, planes), (samples, 2))
         chosen[0], chosen[1] = (0, 0), (self.page_count - 1, planes - 1)
-        nbytes = self.plan.plane_bytes
-        for position, plane in chosen.tolist():
-            chunk = int(np.searchsorted(table.page_offsets, position, "right")) - 1
-            wave, within = divmod(plane, step)
-            block = position - int(table.page_offsets[chunk])
-            at = int(self._segments[wave, chunk]) + (block * step + within) * nbytes
-            stored = self._rig.read(at, nbytes) if self._on_device else host_view(at, nbytes)
-            page = self._page(plane, int(table.page_ids[position]))
-            if not np.array_equal(stored.reshape(page.shape), page):
+        places = {(i, p): self._stored_at(turn, i, p) for i, p in chosen.tolist()}
+        for place in places.values():
+            self._write(place, ~self._read(place, nbytes))
+        wait(self.copy(is_gather, way, turn))
+        for (position, plane), place in places.items():
+            page = self._page(plane, int(self._table(turn).page_ids[position]))
+            if not np.array_equal(self._read(place, nbytes).reshape(page.shape), page):
                 raise AssertionError(f"{way}: page {position} of plane {plane} was copied wrongly")
 
-    def renew(self) -> None:
-        """Other bytes in the blocks."""
+    def _stored_at(self, turn: int, position: int, plane: int) -> int:
+        """Where the block of a page has a plane."""
+        table = self._table(turn)
+        step = int(table.waves[0, 1])
+        chunk = int(np.searchsorted(table.page_offsets, position, "right")) - 1
+        wave, within = divmod(plane, step)
+        block = position - int(table.page_offsets[chunk])
+        return int(self._segments[wave, chunk]) + (block * step + within) * self.plan.plane_bytes
+
+    def _read(self, place: int, nbytes: int) -> Bytes:
         if self._on_device:
-            fresh = self._rig.memory(self.nbytes)
-            wait(copy_pieces(self._rig.device, [self.stored], [fresh], [self.nbytes]))
-            self._rig.release(fresh)
+            return self._rig.read(place, nbytes)
+        return host_view(place, nbytes).copy()
+
+    def _write(self, place: int, content: Bytes) -> None:
+        if self._on_device:
+            self._rig.write(place, content)
         else:
-            host_view(self.stored, self.nbytes)[:] = self._rig.noise(self.nbytes)
+            host_view(place, content.nbytes)[:] = content
 
     def _table(self, turn: int) -> Table:
         return self._tables[turn % ORDER_COUNT]

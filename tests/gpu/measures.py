@@ -1,0 +1,171 @@
+"""Copies of pages against plain copies of as many bytes: GB/s by layout, path and CTAs.
+
+A figure and what it is held against take turns in the same run. Seconds are the device's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu_machine import copy_bytes, copy_pieces
+from layouts import Shape
+from plan_checks import Way
+from rig import GB, OutOfTime, PagedOnDevice, Rig, TimeBox, Work, device_s, take_turns
+
+Figures = dict[str, Any]
+"""What goes into the JSON."""
+
+BLOCKS_GOAL = 0.95
+"""Of a plain copy, for blocks of 2 MiB."""
+SMALL_PAGES_GOAL = 0.85
+"""The same for runs of 2 KiB."""
+WITHIN_GOAL = 0.80
+"""Of a plain copy within the device, by a kernel on all multiprocessors."""
+RUN_BYTES_BULK_MIN = 512  # below, bulk kernels are none
+
+
+def plain(rig: Rig, direction: str, nbytes: int) -> Work:
+    """One copy of one piece: ``h2d``, ``d2h`` or ``d2d``."""
+    ends = {
+        "h2d": (rig.memory, rig.host),
+        "d2h": (rig.host, rig.memory),
+        "d2d": (rig.memory, rig.memory),
+    }[direction]
+    target, source = (allocate(nbytes) for allocate in ends)
+    return lambda turn: device_s(copy_bytes(rig.device, target, source, nbytes))
+
+
+def rate(nbytes: int, seconds: float) -> float:
+    """GB/s of 10^9 bytes."""
+    return float(f"{nbytes / max(seconds, 1e-12) / GB:.4g}")
+
+
+def ceilings(rig: Rig, box: TimeBox) -> Figures:
+    """GB/s of plain copies, each by itself."""
+    nbytes = rig.sizes.copy_bytes
+    works = {direction: plain(rig, direction, nbytes) for direction in ("h2d", "d2h", "d2d")}
+    times = take_turns(works, rig.sizes.rounds, box)
+    return {f"{name}_gb_s": rate(nbytes, seconds) for name, seconds in times.items()}
+
+
+def host_ways(rig: Rig, *, is_gather: bool, run_bytes: int) -> list[Way]:
+    """Ways between pages and the host that the device has for such runs."""
+    ways = [Way("dma")]
+    if rig.device.kernels:
+        has_bulk = rig.device.compute_capability >= (9, 0) and run_bytes >= RUN_BYTES_BULK_MIN
+        for is_bulk in (False, True) if has_bulk else (False,):
+            ways += [Way("staged", is_bulk, ctas) for ctas in rig.sizes.ctas]
+            ways += [Way("direct", is_bulk, ctas) for ctas in rig.sizes.ctas]
+    return ways
+
+
+def within_ways(rig: Rig, run_bytes: int) -> list[Way]:
+    """Ways of kernels within the device: a few CTAs, and all that there is room for."""
+    count = rig.device.sm_count
+    has_bulk = rig.device.compute_capability >= (9, 0) and run_bytes >= RUN_BYTES_BULK_MIN
+    ctas = sorted({1, 8, count, 2 * count, 4 * count})
+    bulks = (False, True) if has_bulk else (False,)
+    return [Way("direct", is_bulk, n) for is_bulk in bulks for n in ctas]
+
+
+def small_pages(shape: Shape) -> Shape:
+    """As many bytes in pages of one token."""
+    return Shape(shape.layers, shape.pages * shape.tokens, 1, shape.heads, shape.run_bytes)
+
+
+def layouts(rig: Rig) -> Mapping[str, tuple[str, Shape]]:
+    """What an engine's pages look like, from long runs to short ones."""
+    kv = rig.sizes.kv
+    return {
+        "blocks of all layers": ("cross_layer", kv),
+        "page by layer": ("kv_first", kv),
+        "latent": ("latent", rig.sizes.latent),
+        "one token a page": ("kv_first", small_pages(kv)),
+        "heads outside": ("head_major", kv),
+    }
+
+
+def against_plain(rig: Rig, box: TimeBox, *, is_gather: bool, is_small: bool = False) -> Figures:
+    """Every way of moving pages to or from the host, against a plain copy of as many bytes.
+
+    Of blocks of all layers, or of pages of one token, whose runs are short.
+    """
+    layout, shape = layouts(rig)["one token a page" if is_small else "blocks of all layers"]
+    kv = PagedOnDevice(rig, layout, shape, page_count=_page_count(rig, layout, shape, is_small))
+    direction = "d2h" if is_gather else "h2d"
+    works = {"plain": plain(rig, direction, kv.nbytes)}
+    for way in host_ways(rig, is_gather=is_gather, run_bytes=kv.run_bytes):
+        kv.check(is_gather, way, 0)
+        works[str(way)] = _mover(kv, is_gather, way)
+    times = take_turns(works, rig.sizes.rounds, box)
+    return _compared(kv, times)
+
+
+def within(rig: Rig, box: TimeBox, *, is_gather: bool) -> Figures:
+    """The kernels between pages and blocks in device memory, against a plain copy there."""
+    layout, shape = layouts(rig)["page by layer"]
+    kv = PagedOnDevice(rig, layout, shape, on_device=True)
+    works = {"plain": plain(rig, "d2d", kv.nbytes)}
+    for way in within_ways(rig, kv.run_bytes):
+        kv.check(is_gather, way, 0)
+        works[str(way)] = _mover(kv, is_gather, way)
+    return _compared(kv, take_turns(works, rig.sizes.rounds, box))
+
+
+def table(rig: Rig, box: TimeBox, *, rounds: int) -> Figures:
+    """GB/s of every layout, both directions, every way, in host and in device memory."""
+    found: Figures = {}
+    kinds = [(name, on_device) for name in layouts(rig) for on_device in (False, True)]
+    for at, (name, on_device) in enumerate(kinds):
+        layout, shape = layouts(rig)[name]
+        part = box.part(len(kinds) - at)
+        with Rig(rig.device, rig.sizes) as own:
+            kv = PagedOnDevice(own, layout, shape, on_device=on_device)
+            for is_gather in (True, False):
+                where = "device" if on_device else "host"
+                key = f"{'gather' if is_gather else 'scatter'}, {name}, {where}"
+                try:
+                    found[key] = _row(own, kv, is_gather, part.part(2 - is_gather), rounds)
+                except OutOfTime as error:
+                    found[key] = {"not measured": str(error)}
+    return found
+
+
+def _row(rig: Rig, kv: PagedOnDevice, is_gather: bool, box: TimeBox, rounds: int) -> Figures:
+    if kv.stored_on_device:
+        ways = within_ways(rig, kv.run_bytes) if rig.device.kernels else []
+    else:
+        ways = host_ways(rig, is_gather=is_gather, run_bytes=kv.run_bytes)
+        if kv.nbytes // kv.run_bytes > rig.sizes.pieces_max:
+            ways = ways[1:]  # so many descriptors take the host longer than they are worth here
+    works = {}
+    for way in ways:
+        if box.left_s <= 0:
+            break
+        kv.check(is_gather, way, 0, samples=4)
+        works[str(way)] = _mover(kv, is_gather, way)
+    times = take_turns(works, rounds, box) if works else {}
+    rates = {name: rate(kv.nbytes, seconds) for name, seconds in times.items()}
+    return {"run_bytes": kv.run_bytes, "nbytes": kv.nbytes, "gb_s": rates}
+
+
+def sweep(rig: Rig, box: TimeBox) -> Figures:
+    """Runs from short to long: a call each, all descriptors in one go, and kernels.
+
+    `threshold_bytes` is the shortest run from which on the copy engines are at most 5 % behind the
+    better kernel; None if there is none.
+    """
+    found: Figures = {}
+    for is_gather in (True, False):
+        rows: dict[int, Figures] = {}
+        for at, run in enumerate(rig.sizes.sweep_bytes):
+            part = box.part(2 * len(rig.sizes.sweep_bytes) - at - is_gather * 0)
+            try:
+                rows[run] = _swept(rig, run, is_gather, part)
+            except OutOfTime as error:
+                rows[run] = {"not measured": str(error)}
+        direction = "d2h" if is_gather else "h2d"
+        found[direction] = {str(run): row for run, row in rows.items()}
+        found[f"{direction}_threshold_bytes"] = _threshold(rows)
+    return found
