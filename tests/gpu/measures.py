@@ -5,10 +5,11 @@ A figure and what it is held against take turns in the same run. Seconds are the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from gpu_machine import copy_bytes, copy_pieces
+from gpu_machine import copy_bytes, wait
 from layouts import Shape
 from plan_checks import Way
 from rig import GB, OutOfTime, PagedOnDevice, Rig, TimeBox, Work, device_s, take_turns
@@ -22,7 +23,8 @@ SMALL_PAGES_GOAL = 0.85
 """The same for runs of 2 KiB."""
 WITHIN_GOAL = 0.80
 """Of a plain copy within the device, by a kernel on all multiprocessors."""
-RUN_BYTES_BULK_MIN = 512  # below, bulk kernels are none
+RUN_BYTES_BULK_MIN = 512  # shorter ones are none of the bulk kernels'
+CALLS_MAX = 256
 
 
 def plain(rig: Rig, direction: str, nbytes: int) -> Work:
@@ -49,7 +51,7 @@ def ceilings(rig: Rig, box: TimeBox) -> Figures:
     return {f"{name}_gb_s": rate(nbytes, seconds) for name, seconds in times.items()}
 
 
-def host_ways(rig: Rig, *, is_gather: bool, run_bytes: int) -> list[Way]:
+def host_ways(rig: Rig, run_bytes: int) -> list[Way]:
     """Ways between pages and the host that the device has for such runs."""
     ways = [Way("dma")]
     if rig.device.kernels:
@@ -92,10 +94,10 @@ def against_plain(rig: Rig, box: TimeBox, *, is_gather: bool, is_small: bool = F
     Of blocks of all layers, or of pages of one token, whose runs are short.
     """
     layout, shape = layouts(rig)["one token a page" if is_small else "blocks of all layers"]
-    kv = PagedOnDevice(rig, layout, shape, page_count=_page_count(rig, layout, shape, is_small))
+    kv = PagedOnDevice(rig, layout, shape, page_count=_page_count(rig, shape, is_small))
     direction = "d2h" if is_gather else "h2d"
     works = {"plain": plain(rig, direction, kv.nbytes)}
-    for way in host_ways(rig, is_gather=is_gather, run_bytes=kv.run_bytes):
+    for way in host_ways(rig, kv.run_bytes):
         kv.check(is_gather, way, 0)
         works[str(way)] = _mover(kv, is_gather, way)
     times = take_turns(works, rig.sizes.rounds, box)
@@ -126,7 +128,7 @@ def table(rig: Rig, box: TimeBox, *, rounds: int) -> Figures:
                 where = "device" if on_device else "host"
                 key = f"{'gather' if is_gather else 'scatter'}, {name}, {where}"
                 try:
-                    found[key] = _row(own, kv, is_gather, part.part(2 - is_gather), rounds)
+                    found[key] = _row(own, kv, is_gather, part.part(1 + is_gather), rounds)
                 except OutOfTime as error:
                     found[key] = {"not measured": str(error)}
     return found
@@ -136,7 +138,7 @@ def _row(rig: Rig, kv: PagedOnDevice, is_gather: bool, box: TimeBox, rounds: int
     if kv.stored_on_device:
         ways = within_ways(rig, kv.run_bytes) if rig.device.kernels else []
     else:
-        ways = host_ways(rig, is_gather=is_gather, run_bytes=kv.run_bytes)
+        ways = host_ways(rig, kv.run_bytes)
         if kv.nbytes // kv.run_bytes > rig.sizes.pieces_max:
             ways = ways[1:]  # so many descriptors take the host longer than they are worth here
     works = {}
@@ -160,12 +162,84 @@ def sweep(rig: Rig, box: TimeBox) -> Figures:
     for is_gather in (True, False):
         rows: dict[int, Figures] = {}
         for at, run in enumerate(rig.sizes.sweep_bytes):
-            part = box.part(2 * len(rig.sizes.sweep_bytes) - at - is_gather * 0)
+            left = len(rig.sizes.sweep_bytes) * (1 + is_gather) - at
             try:
-                rows[run] = _swept(rig, run, is_gather, part)
+                rows[run] = _swept(rig, run, is_gather, box.part(left))
             except OutOfTime as error:
                 rows[run] = {"not measured": str(error)}
         direction = "d2h" if is_gather else "h2d"
         found[direction] = {str(run): row for run, row in rows.items()}
         found[f"{direction}_threshold_bytes"] = _threshold(rows)
     return found
+
+
+def _swept(rig: Rig, run: int, is_gather: bool, box: TimeBox) -> Figures:
+    layers = 4
+    pages = max(2, rig.sizes.sweep_total_bytes // (2 * layers * run))
+    with Rig(rig.device, rig.sizes) as own:
+        shape = Shape(layers, pages * 3 // 2, tokens=1, heads=1, run_bytes=run)
+        kv = PagedOnDevice(own, "separate", shape, page_count=pages)
+        works = {"plain": plain(own, "d2h" if is_gather else "h2d", kv.nbytes)}
+        ways = [Way("dma")]
+        if rig.device.kernels:
+            ways += [Way("staged"), Way("direct")]
+        for way in ways:
+            kv.check(is_gather, way, 0, samples=4)
+            works[str(way)] = _mover(kv, is_gather, way)
+        count = min(CALLS_MAX, kv.nbytes // run)
+        works["a call each"] = _calls(own, run, count, is_gather)
+        times = take_turns(works, max(3, rig.sizes.rounds // 2), box)
+        times["a call each"] *= kv.nbytes / (count * run)
+        return {name: rate(kv.nbytes, seconds) for name, seconds in times.items()}
+
+
+def _calls(rig: Rig, run: int, count: int, is_gather: bool) -> Work:
+    """Wall seconds of so many copies, each by a call of its own."""
+    host, memory = rig.host(count * run), rig.memory(count * run)
+
+    def work(turn: int) -> float:
+        begin_s = time.perf_counter()
+        for i in range(count):
+            ends = host + i * run, memory + i * run
+            target, source = ends if is_gather else ends[::-1]
+            job = copy_bytes(rig.device, target, source, run)
+        wait(job)
+        return time.perf_counter() - begin_s
+
+    return work
+
+
+def _threshold(rows: Mapping[int, Figures]) -> int | None:
+    threshold = None
+    for run in sorted(rows, reverse=True):
+        kernels = [rows[run][path] for path in ("staged", "direct") if path in rows[run]]
+        if "dma" not in rows[run] or not kernels or rows[run]["dma"] < 0.95 * max(kernels):
+            break
+        threshold = run
+    return threshold
+
+
+def _mover(kv: PagedOnDevice, is_gather: bool, way: Way) -> Work:
+    return lambda turn: device_s(kv.copy(is_gather, way, turn))
+
+
+def _page_count(rig: Rig, shape: Shape, is_small: bool) -> int:
+    """So many pages that the copy engines' descriptors stay within bounds."""
+    usual = max(1, shape.pages * 2 // 3)
+    pieces_of_page = 2 * shape.layers if is_small else 1
+    return min(usual, max(1, 4 * rig.sizes.pieces_max // pieces_of_page))
+
+
+def _compared(kv: PagedOnDevice, times: dict[str, float]) -> Figures:
+    """The best of all ways, and its ratio to the plain copy."""
+    plain_s = times.pop("plain")
+    best = min(times, key=lambda name: times[name])
+    return {
+        "run_bytes": kv.run_bytes,
+        "nbytes": kv.nbytes,
+        "plain_gb_s": rate(kv.nbytes, plain_s),
+        "best": best,
+        "best_gb_s": rate(kv.nbytes, times[best]),
+        "ratio": round(plain_s / times[best], 4),
+        "gb_s": {name: rate(kv.nbytes, seconds) for name, seconds in times.items()},
+    }

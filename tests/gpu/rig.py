@@ -239,7 +239,7 @@ class PagedOnDevice:
         self.paged = LAYOUTS[layout](shape, _imagine)
         self._addresses = [rig.memory(memory.nbytes) for memory in self.paged.memories]
         self.plan = plan_of(rig.device, self.paged, self._addresses)
-        self._on_device = on_device
+        self.stored_on_device = on_device
         self.page_count = page_count or max(1, shape.pages * 2 // 3)
         planes = len(self.paged.planes)
         self.block_bytes = planes * self.plan.plane_bytes
@@ -316,12 +316,12 @@ class PagedOnDevice:
         return int(self._segments[wave, chunk]) + (block * step + within) * self.plan.plane_bytes
 
     def _read(self, place: int, nbytes: int) -> Bytes:
-        if self._on_device:
+        if self.stored_on_device:
             return self._rig.read(place, nbytes)
         return host_view(place, nbytes).copy()
 
     def _write(self, place: int, content: Bytes) -> None:
-        if self._on_device:
+        if self.stored_on_device:
             self._rig.write(place, content)
         else:
             host_view(place, content.nbytes)[:] = content
