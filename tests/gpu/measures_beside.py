@@ -1,0 +1,291 @@
+"""What copies and compute cost each other: interference, both directions at once, layered loads.
+
+Wall seconds between two waits for the device where several things run at once, else its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from gpu_machine import copy_bytes, wait
+from layouts import Shape
+from measures import Figures, layouts, rate
+from plan_checks import Way
+from rig import PagedOnDevice, Rig, TimeBox, Work, take_turns
+
+from kvtier._core import DeviceJob
+from kvtier.backends.cuda_arguments import CopyArgs, FastDiv
+
+DUPLEX_GOAL = 0.94
+"""Of the time in which the slower direction alone does its part by a plain copy."""
+SLOWED_GOAL = 1.05
+"""What a decode-like loop takes beside copies, of what it takes alone."""
+EXPOSED_GOAL = 0.10
+"""Of the transfer, in a load by layers whose compute takes longer."""
+COMPUTE_PER_TRANSFER = 1.5
+"""A layer's compute, in times of its share of the transfer."""
+LAUNCHES_MAX = 256
+_VECTOR_BYTES = 16
+_BLOCK = 512
+
+
+class MemoryBound:
+    """A stand-in for decode: a kernel on every multiprocessor that only moves device memory."""
+
+    def __init__(self, rig: Rig, nbytes: int) -> None:
+        page_bytes = 4096
+        pages = max(1, nbytes // page_bytes)
+        source, target = rig.memory(pages * page_bytes), rig.memory(pages * page_bytes)
+        entries = np.empty((pages, 2), np.int64)
+        entries[:, 0] = rig.rng.permutation(pages) * page_bytes
+        entries[:, 1] = target + np.arange(pages) * page_bytes
+        vectors = page_bytes // _VECTOR_BYTES
+        self._arguments = bytes(
+            CopyArgs(
+                planes=rig.upload(np.array([source], np.uint64)),
+                pages=rig.upload(entries),
+                row_stride=page_bytes,
+                col_stride=page_bytes,
+                stored_plane_stride=page_bytes,
+                stored_row_stride=page_bytes,
+                stored_col_stride=page_bytes,
+                total=pages * vectors,
+                run_bytes=page_bytes,
+                vectors=FastDiv(vectors),
+                cols=FastDiv(1),
+                rows=FastDiv(1),
+                plane_count=FastDiv(1),
+            )
+        )
+        self._device = rig.device
+        self._grid = 4 * rig.device.sm_count
+
+    def launch(self, stream: int) -> DeviceJob:
+        """Once, on that stream."""
+        return self._device.launch(
+            "kvtier_gather_v16", self._grid, _BLOCK, 0, self._arguments, None, stream
+        )
+
+
+def wall_s(rig: Rig, stream: int, begin: Callable[[], Sequence[DeviceJob]]) -> float:
+    """From the call until the device is through with all of it."""
+    begin_s = time.perf_counter()
+    for job in begin():
+        job.order_after(stream)
+    rig.device.synchronize(stream)
+    return time.perf_counter() - begin_s
+
+
+def own_ways(rig: Rig) -> list[Way]:
+    """Each path as it is used without being asked for more."""
+    return [Way("dma"), Way("staged"), Way("direct")] if rig.device.kernels else [Way("dma")]
+
+
+def duplex(rig: Rig, box: TimeBox) -> Figures:
+    """Pages out and pages in at the same time; `ratio` is to the slower plain copy alone."""
+    layout, shape = layouts(rig)["blocks of all layers"]
+    half = Shape(shape.layers, max(2, shape.pages // 2), shape.tokens, shape.heads, shape.run_bytes)
+    out, into = PagedOnDevice(rig, layout, half), PagedOnDevice(rig, layout, half)
+    nbytes, device, stream = out.nbytes, rig.device, rig.stream()
+    host, memory = [rig.host(nbytes) for _ in range(2)], [rig.memory(nbytes) for _ in range(2)]
+
+    def plain_out() -> DeviceJob:
+        return copy_bytes(device, host[0], memory[0], nbytes)
+
+    def plain_into() -> DeviceJob:
+        return copy_bytes(device, memory[1], host[1], nbytes)
+
+    works: dict[str, Work] = {
+        "plain d2h": lambda turn: wall_s(rig, stream, lambda: [plain_out()]),
+        "plain h2d": lambda turn: wall_s(rig, stream, lambda: [plain_into()]),
+        "plain both": lambda turn: wall_s(rig, stream, lambda: [plain_out(), plain_into()]),
+    }
+    for way in own_ways(rig):
+        out.check(True, way, 0, samples=4)
+        into.check(False, way, 0, samples=4)
+        works[str(way)] = lambda turn, way=way: wall_s(  # type: ignore[misc]
+            rig, stream, lambda: [out.gather(way, turn), into.scatter(way, turn)]
+        )
+    times = take_turns(works, rig.sizes.rounds, box)
+    ideal_s = max(times.pop("plain d2h"), times.pop("plain h2d"))
+    plain_s = times.pop("plain both")
+    best = min(times, key=lambda name: times[name])
+    return {
+        "nbytes_each_way": nbytes,
+        "ideal_gb_s": rate(2 * nbytes, ideal_s),
+        "plain_both_of_ideal": round(ideal_s / plain_s, 4),
+        "best": best,
+        "best_gb_s": rate(2 * nbytes, times[best]),
+        "ratio": round(ideal_s / times[best], 4),
+        "of_ideal": {name: round(ideal_s / seconds, 4) for name, seconds in times.items()},
+    }
+
+
+def interference(rig: Rig, box: TimeBox) -> Figures:
+    """How much longer a decode-like loop takes beside copies in both directions.
+
+    `ratio` is the worst of all paths; `covered` says in which part of the rounds the copies outlasted
+    the loop.
+    """
+    if not rig.device.kernels:
+        raise ValueError(f"no kernels: {rig.device.no_kernels}")
+    layout, shape = layouts(rig)["page by layer"]
+    half = Shape(shape.layers, max(2, shape.pages // 2), shape.tokens, shape.heads, shape.run_bytes)
+    out, into = PagedOnDevice(rig, layout, half), PagedOnDevice(rig, layout, half)
+    stream, loop = rig.stream(), MemoryBound(rig, rig.sizes.copy_bytes)
+    covered: dict[str, list[bool]] = {}
+
+    def run_loop(count: int) -> float:
+        jobs = [loop.launch(stream) for _ in range(count)]
+        wait(jobs[-1])
+        return statistics.median(job.elapsed_s() for job in jobs)
+
+    loop_s = take_turns({"loop": lambda turn: run_loop(3)}, 5, box.part(4))["loop"]
+    works: dict[str, Work] = {}
+    for way in own_ways(rig):
+
+        def begin(turn: int, way: Way = way) -> list[DeviceJob]:
+            return [out.gather(way, turn), into.scatter(way, turn)]
+
+        copy_s = take_turns(
+            {"copy": lambda turn, begin=begin: wall_s(rig, stream, lambda: begin(turn))},  # type: ignore[misc]
+            3,
+            box.part(4),
+        )["copy"]
+        count = min(LAUNCHES_MAX, max(1, int(0.7 * copy_s / loop_s)))
+        covered[str(way)] = []
+
+        def beside(turn: int, way: Way = way, count: int = count, begin: Any = begin) -> float:
+            copies = begin(turn)
+            seconds = run_loop(count)
+            covered[str(way)].append(not all(job.is_done() for job in copies))
+            for job in copies:
+                wait(job)
+            return seconds
+
+        works[f"{way} alone"] = lambda turn, count=count: run_loop(count)  # type: ignore[misc]
+        works[str(way)] = beside
+    times = take_turns(works, rig.sizes.rounds, box)
+    slowed = {str(way): round(times[str(way)] / times[f"{way} alone"], 4) for way in own_ways(rig)}
+    gemm = _gemm(rig, box, out, into) if box.left_s > 0 else {"not measured": "the time was over"}
+    return {
+        "loop_ms": round(loop_s * 1e3, 4),
+        "slowed": slowed,
+        "covered": {name: round(sum(each) / len(each), 2) for name, each in covered.items()},
+        "ratio": max(slowed.values()),
+        "gemm": gemm,
+    }
+
+
+def _gemm(rig: Rig, box: TimeBox, out: PagedOnDevice, into: PagedOnDevice) -> Figures:
+    """The same beside a matrix product, where torch has CUDA."""
+    if rig.sizes.gemm < 1024 or importlib.util.find_spec("torch") is None:
+        return {"not measured": "no torch, or too small"}
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"not measured": "torch has no CUDA"}
+    side = rig.sizes.gemm
+    left, right = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    result = torch.empty_like(left)
+
+    def products(turn: int, way: Way | None) -> float:
+        copies = [out.gather(way, turn), into.scatter(way, turn)] if way else []
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(8):
+            torch.mm(left, right, out=result)
+        end.record()
+        end.synchronize()
+        for job in copies:
+            wait(job)
+        return float(begin.elapsed_time(end)) / 1e3
+
+    works: dict[str, Work] = {"alone": lambda turn: products(turn, None)}
+    for way in own_ways(rig):
+        works[str(way)] = lambda turn, way=way: products(turn, way)  # type: ignore[misc]
+    times = take_turns(works, rig.sizes.rounds, box)
+    alone_s = times.pop("alone")
+    tflops = 8 * 2 * side**3 / alone_s / 1e12
+    slowed = {name: round(seconds / alone_s, 4) for name, seconds in times.items()}
+    return {"tflops_alone": round(tflops, 1), "slowed": slowed}
+
+
+def pipeline(rig: Rig, box: TimeBox) -> Figures:
+    """A load by layers, each layer's compute behind its event; `ratio` is exposed over transfer.
+
+    Exposed is what the whole takes longer than its compute alone; the transfer is timed alone. Both
+    include the host's part.
+    """
+    if not rig.device.kernels:
+        raise ValueError(f"no kernels: {rig.device.no_kernels}")
+    layout, shape = layouts(rig)["page by layer"]
+    kv = PagedOnDevice(rig, layout, shape, is_by_layer=True)
+    layers, stream = shape.layers, kv.stream
+    loop = MemoryBound(rig, min(kv.nbytes, rig.sizes.copy_bytes))
+    ways = own_ways(rig)
+    for way in ways:
+        kv.check(False, way, 0, samples=8)
+    loads = take_turns(
+        {
+            str(way): lambda turn, way=way: wall_s(  # type: ignore[misc]
+                rig, stream, lambda: [kv.scatter(way, turn)]
+            )
+            for way in ways
+        },
+        rig.sizes.rounds,
+        box.part(3),
+    )
+
+    def compute(count: int, job: DeviceJob | None = None) -> None:
+        for layer in range(layers):
+            if job is not None:
+                job.order_after(stream, layer)
+            for _ in range(count):
+                loop.launch(stream)
+        rig.device.synchronize(stream)
+
+    def timed(count: int, way: Way | None, turn: int) -> float:
+        begin_s = time.perf_counter()
+        job = kv.scatter(way, turn) if way else None
+        compute(count, job)
+        seconds = time.perf_counter() - begin_s
+        if job is not None:
+            wait(job)
+        return seconds
+
+    once_s = (
+        take_turns({"once": lambda turn: timed(1, None, turn)}, 5, box.part(3))["once"] / layers
+    )
+    slowest_s = max(loads.values()) / layers
+    count = min(
+        LAUNCHES_MAX // layers or 1, max(1, math.ceil(COMPUTE_PER_TRANSFER * slowest_s / once_s))
+    )
+    works: dict[str, Work] = {"compute": lambda turn: timed(count, None, turn)}
+    for way in ways:
+        works[str(way)] = lambda turn, way=way: timed(count, way, turn)  # type: ignore[misc]
+    times = take_turns(works, rig.sizes.rounds, box)
+    compute_s = times.pop("compute")
+    exposed = {
+        name: round(max(0.0, seconds - compute_s) / loads[name], 4)
+        for name, seconds in times.items()
+    }
+    best = min(exposed, key=lambda name: exposed[name])
+    return {
+        "layers": layers,
+        "nbytes": kv.nbytes,
+        "launches_per_layer": count,
+        "compute_per_transfer": round(compute_s / max(loads.values()), 3),
+        "load_gb_s": {name: rate(kv.nbytes, seconds) for name, seconds in loads.items()},
+        "best": best,
+        "best_exposed_ms": round(max(0.0, times[best] - compute_s) * 1e3, 4),
+        "transfer_ms": round(loads[best] * 1e3, 4),
+        "ratio": exposed[best],
+        "exposed": exposed,
+    }
