@@ -268,9 +268,18 @@ class PagedOnDevice:
         )
 
     @property
+    def plane_addresses(self) -> list[int]:
+        """Where each plane begins."""
+        return plane_addresses(self.paged, self._addresses)
+
+    def page_ids(self, turn: int) -> npt.NDArray[np.int64]:
+        """Which pages that turn moves."""
+        return self._table(turn).page_ids
+
+    @property
     def run_bytes(self) -> int:
         """The longest runs that copies have, planes that lie together joined."""
-        places = plane_addresses(self.paged, self._addresses)
+        places = self.plane_addresses
         run, joined = self.plan.run_bytes, 1
         while joined < len(places) and places[joined] == places[joined - 1] + run:
             joined += 1
@@ -334,7 +343,7 @@ class PagedOnDevice:
         view = self.paged.planes[plane]
         _, rows, cols, run = view.shape
         page_stride, row_stride, col_stride, _ = view.strides
-        place = plane_addresses(self.paged, self._addresses)[plane] + page * page_stride
+        place = self.plane_addresses[plane] + page * page_stride
         extent = (rows - 1) * row_stride + (cols - 1) * col_stride + run
         found = self._rig.read(place, extent)
         return as_strided(found, (rows, cols, run), (row_stride, col_stride, 1))
