@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -127,7 +128,7 @@ def hot(rig: Rig, box: TimeBox) -> Figures:
         np.stack([rig.rng.permutation(tokens)[:top] for _ in range(requests)]).astype(np.int32)
         for _ in range(4)
     ]
-    for before, step in zip(steps[:-1], steps[1:], strict=True):
+    for before, step in itertools.pairwise(steps):
         step[:, : top // 2] = before[:, top // 2 : top // 2 * 2]
     part_bytes = part_tokens * HOT_ROW_BYTES
     host = rig.host(part_bytes * parts * requests)
