@@ -72,7 +72,7 @@ def _validate(wanted: list[str], scale: str, budget_s: float, path: Path | None)
         _keep(report, path)
         return report
     try:
-        device = CudaDevice(0, mode="off")
+        device = CudaDevice(0)
         report["device"] = device.name
         device.close()
     except OSError:
