@@ -49,7 +49,8 @@ def copy_pieces(
     lengths: list[int] | npt.NDArray[np.uint64],
 ) -> DeviceJob:
     """Begin plain copies, all on one stream."""
-    return device.copy(*(np.asarray(each, np.uint64) for each in (targets, sources, lengths)))
+    to, of, nbytes = (np.asarray(each, np.uint64) for each in (targets, sources, lengths))
+    return device.copy(to, of, nbytes)
 
 
 @dataclass(frozen=True)

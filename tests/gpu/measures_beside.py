@@ -9,7 +9,6 @@ import importlib.util
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from gpu_machine import copy_bytes, wait
 from layouts import Shape
 from measures import Figures, layouts, rate
 from plan_checks import Way
-from rig import PagedOnDevice, Rig, TimeBox, Work, take_turns
+from rig import PagedOnDevice, Rig, TimeBox, Work, take_turns, wall_s
 
 from kvtier._core import DeviceJob
 from kvtier.backends.cuda_arguments import CopyArgs, FastDiv
@@ -71,15 +70,6 @@ class MemoryBound:
         return self._device.launch(
             "kvtier_gather_v16", self._grid, _BLOCK, 0, self._arguments, None, stream
         )
-
-
-def wall_s(rig: Rig, stream: int, begin: Callable[[], Sequence[DeviceJob]]) -> float:
-    """From the call until the device is through with all of it."""
-    begin_s = time.perf_counter()
-    for job in begin():
-        job.order_after(stream)
-    rig.device.synchronize(stream)
-    return time.perf_counter() - begin_s
 
 
 def own_ways(rig: Rig) -> list[Way]:
@@ -197,7 +187,10 @@ def _gemm(rig: Rig, box: TimeBox, out: PagedOnDevice, into: PagedOnDevice) -> Fi
 
     def products(turn: int, way: Way | None) -> float:
         copies = [out.gather(way, turn), into.scatter(way, turn)] if way else []
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         begin.record()
         for _ in range(8):
             torch.mm(left, right, out=result)

@@ -139,6 +139,15 @@ def device_s(job: DeviceJob) -> float:
     return job.elapsed_s()
 
 
+def wall_s(rig: Rig, stream: int, begin: Callable[[], Sequence[DeviceJob]]) -> float:
+    """From the call until the device is through with all of it."""
+    begin_s = time.perf_counter()
+    for job in begin():
+        job.order_after(stream)
+    rig.device.synchronize(stream)
+    return time.perf_counter() - begin_s
+
+
 class Rig:
     """A device with memory and streams that all go when this does. Not thread-safe."""
 
@@ -151,6 +160,7 @@ class Rig:
         self._host: list[int] = []
         self._streams: list[int] = []
         self._noise: tuple[int, int] | None = None
+        self._scratch_memory = (0, 0)
 
     def __enter__(self) -> Self:
         return self
@@ -201,18 +211,25 @@ class Rig:
     def write(self, address: int, array: npt.NDArray[np.generic]) -> None:
         """Put bytes into device memory."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        pinned = self.device.allocate_host(max(1, flat.nbytes))
+        pinned = self._scratch(flat.nbytes)
         host_view(pinned, flat.nbytes)[:] = flat
         wait(copy_pieces(self.device, [address], [pinned], [flat.nbytes]))
-        self.device.free_host(pinned)
 
     def read(self, address: int, nbytes: int) -> Bytes:
         """What lies in device memory."""
-        pinned = self.device.allocate_host(nbytes)
+        pinned = self._scratch(nbytes)
         wait(copy_pieces(self.device, [pinned], [address], [nbytes]))
-        found = host_view(pinned, nbytes).copy()
-        self.device.free_host(pinned)
-        return found
+        return host_view(pinned, nbytes).copy()
+
+    def _scratch(self, nbytes: int) -> int:
+        """Page-locked memory until the next call."""
+        address, room = self._scratch_memory
+        if nbytes > room:
+            room = max(nbytes, 1 << 20)
+            address = self.device.allocate_host(room)
+            self._host.append(address)  # the former goes with the rest
+            self._scratch_memory = address, room
+        return address
 
     def noise(self, nbytes: int) -> Bytes:
         """Random bytes."""

@@ -68,7 +68,7 @@ def _validate(wanted: list[str], scale: str, budget_s: float, path: Path | None)
     report: Report = {"device": NO_DEVICE, "scale": scale, "steps": {}, "ratios": {}}
     if not CudaDevice.count():
         report["why"] = CudaDevice.missing()
-        report["ratios"] = _ratios({})
+        report["ratios"] = _ratios({}, is_real=False)
         _keep(report, path)
         return report
     try:
@@ -82,7 +82,7 @@ def _validate(wanted: list[str], scale: str, budget_s: float, path: Path | None)
         rest_s = sum(STEPS[each].seconds for each in wanted[at:])
         share_s = max(0.0, box.left_s - GRACE_S) * STEPS[name].seconds / rest_s
         report["steps"][name] = _in_process(name, scale, share_s, box)
-        report["ratios"] = _ratios(report["steps"])
+        report["ratios"] = _ratios(report["steps"], is_real=scale == "full")
         _keep(report, path)  # should this be cut short, what there is
     return report
 
@@ -138,8 +138,8 @@ def _run_step(name: str, scale: str, seconds: float, path: Path) -> int:
     return 0
 
 
-def _ratios(steps: Report) -> Report:
-    """Each figure that must be reached, and whether it is; None if it was not measured."""
+def _ratios(steps: Report, *, is_real: bool) -> Report:
+    """Each figure that must be reached, and whether it is; None if nothing can be said."""
     ratios: Report = {}
     for name, goal in GOALS.items():
         value = ((steps.get(goal.step) or {}).get("figures") or {}).get("ratio")
@@ -148,7 +148,7 @@ def _ratios(steps: Report) -> Report:
             "must_be": "at least" if goal.is_at_least else "at most",
             "goal": goal.limit,
             "of": goal.of,
-            "is_reached": None if value is None else goal.is_reached(value),
+            "is_reached": goal.is_reached(value) if is_real and value is not None else None,
         }
     return ratios
 
@@ -165,9 +165,11 @@ def _table(report: Report) -> str:
             f"{name:<22} {step['status']:<8} {step['seconds']:>6} s  {(words or [''])[-1]}"
         )
     lines.append("")
+    if report["scale"] != "full":
+        lines += ["At this scale everything runs and no figure means anything.", ""]
     for name, ratio in report["ratios"].items():
         value = "-" if ratio["value"] is None else f"{ratio['value']:.3f}"
-        mark = {True: "reached", False: "MISSED", None: "not measured"}[ratio["is_reached"]]
+        mark = {True: "reached", False: "MISSED", None: "says nothing"}[ratio["is_reached"]]
         lines.append(
             f"{name:<22} {value:>8} {ratio['must_be']} {ratio['goal']:.2f}  {mark:<12} of {ratio['of']}"
         )

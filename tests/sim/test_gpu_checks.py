@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import plan_checks
@@ -51,7 +52,11 @@ def test_plans_pass_on_a_device(device: CudaDevice, case: plan_checks.PlanCase) 
 
 
 def test_a_machine_gives_back_what_was_put(machine: GpuMachine) -> None:
-    arrays = [np.arange(7, dtype=np.uint8), np.arange(1000, dtype=np.int64), np.empty(0, np.uint8)]
+    arrays: list[np.ndarray[Any, Any]] = [
+        np.arange(7, dtype=np.uint8),
+        np.arange(1000, dtype=np.int64),
+        np.empty(0, np.uint8),
+    ]
     places = [machine.put(array) for array in arrays]
     for place, array in zip(places, arrays, strict=True):
         assert machine.get(place).tobytes() == array.tobytes()
