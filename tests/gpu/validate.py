@@ -31,6 +31,8 @@ from kvtier._core import CudaDevice
 NO_DEVICE = "no device"
 GRACE_S = 12.0
 """What a step may take beyond its share before it is ended."""
+STEP_S_MIN = 3.0
+"""With less left, a step is not begun."""
 SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 SANITIZER_PATHS = ("/usr/local/cuda/bin",)
 STDERR_LINES = 12
@@ -89,6 +91,8 @@ def _validate(wanted: list[str], scale: str, budget_s: float, path: Path | None)
 
 def _in_process(name: str, scale: str, share_s: float, box: TimeBox) -> Report:
     """Run a step in a process of its own, ended when it takes too long."""
+    if box.left_s < STEP_S_MIN:
+        return {"status": "left out", "why": "the time was over", "seconds": 0.0, "figures": None}
     _progress(f"{name}: up to {share_s:.0f} s ...")
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +104,8 @@ def _in_process(name: str, scale: str, share_s: float, box: TimeBox) -> Report:
                 SANITIZER[0], path=os.pathsep.join(SANITIZER_PATHS)
             )
             if tool is None:
-                return {"status": "left out", "why": f"there is no {SANITIZER[0]}", "seconds": 0.0}
+                why = f"there is no {SANITIZER[0]}"
+                return {"status": "left out", "why": why, "seconds": 0.0, "figures": None}
             own = [tool, *SANITIZER[1:], *own]
         limit_s = max(1.0, min(share_s + GRACE_S, box.left_s))
         try:

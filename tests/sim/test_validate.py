@@ -1,0 +1,81 @@
+"""The validation of a GPU as a program: without a device, and on the stand-in for its driver.
+
+Figures of the stand-in mean nothing; that every step comes to its end and finds right bytes does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+VALIDATE = ROOT / "tests" / "gpu" / "validate.py"
+BENCHES = ROOT / "tests" / "bench" / "run.py"
+CHECKS = ("copy kernels", "computing kernels", "plans")
+
+
+def run(
+    library: Path | str, *arguments: str, program: Path = VALIDATE
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(program), *arguments],
+        env={**os.environ, "KVTIER_CUDA_LIBRARY": str(library)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def validate(library: Path | str, folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit status, last line of the output, and the JSON."""
+    target = folder / "report.json"
+    done = run(library, "--json", str(target), *arguments)
+    assert done.stdout, done.stderr
+    return done.returncode, done.stdout.splitlines()[-1], json.loads(target.read_text())
+
+
+def test_without_a_device_it_says_so(tmp_path: Path) -> None:
+    status, last, report = validate("/nonexistent", tmp_path)
+    assert status == 0
+    assert last.startswith("There is no device: no CUDA driver")
+    assert report["device"] == "no device"
+    assert not report["steps"]
+    assert {ratio["is_reached"] for ratio in report["ratios"].values()} == {None}
+
+
+def test_every_step_comes_to_its_end_on_the_stand_in(tmp_path: Path) -> None:
+    status, _, report = validate(fake_cuda.build(), tmp_path, "--scale", "smallest")
+    steps = report["steps"]
+    told = {name: (step["status"], step.get("why", "")) for name, step in steps.items()}
+    left_out = {name for name, (state, _) in told.items() if state == "left out"}
+    assert left_out <= {"sanitized"}, told
+    assert {state for state, _ in told.values()} <= {"ok", "left out"}, told
+    assert status == 0
+    assert report["device"] == "Fake GPU"
+    assert steps["environment"]["figures"]["device"] == "Fake GPU"
+    for name in CHECKS:
+        figures = steps[name]["figures"]
+        assert figures["passed"] > 0, name
+        assert figures["wrong_count"] == figures["not_run"] == 0, name
+    for name, ratio in report["ratios"].items():
+        assert isinstance(ratio["value"], float), name
+        assert ratio["is_reached"] is None, name  # not a word about speed at this scale
+
+
+def test_a_step_that_fails_costs_no_other(tmp_path: Path) -> None:
+    """A driver that knows none of the kernels: what needs none is measured all the same."""
+    library = fake_cuda.build(with_kernels=False)
+    names = "copy kernels,pipeline,ceilings"
+    status, _, report = validate(library, tmp_path, "--scale", "smallest", "--only", names)
+    steps = report["steps"]
+    assert status == 1
+    assert [steps[name]["status"] for name in names.split(",")] == ["wrong", "failed", "ok"]
+    assert steps["copy kernels"]["figures"]["wrong_count"] > 0
+    assert report["ratios"]["pipeline_exposed"]["value"] is None
