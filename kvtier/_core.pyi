@@ -119,6 +119,14 @@ class CudaDevice:
         """1000 * major + 10 * minor of the newest CUDA that the driver knows."""
 
     @property
+    def sm_budget(self) -> int:
+        """CTAs of a copy kernel; 0: as many as its way needs."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a plane of a page may have at most for kernels to copy it."""
+
+    @property
     def has_batch_copy(self) -> bool:
         """Whether the driver takes many copies in one call (12.8 and later)."""
 

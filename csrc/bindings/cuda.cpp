@@ -189,6 +189,10 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("sm_count", &CudaDevice::sm_count, "Multiprocessors.")
       .def_prop_ro("driver_version", &CudaDevice::driver_version,
                    "1000 * major + 10 * minor of the newest CUDA that the driver knows.")
+      .def_prop_ro("sm_budget", &CudaDevice::sm_budget,
+                   "CTAs of a copy kernel; 0: as many as its way needs.")
+      .def_prop_ro("slot_bytes", &CudaDevice::slot_bytes,
+                   "What a plane of a page may have at most for kernels to copy it.")
       .def_prop_ro("has_batch_copy", &CudaDevice::has_batch_copy,
                    "Whether the driver takes many copies in one call (12.8 and later).")
       .def_prop_ro("kernels", &CudaDevice::kernels,

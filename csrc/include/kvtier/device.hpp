@@ -98,6 +98,9 @@ class CudaDevice {
   std::pair<int, int> compute_capability() const;
   int sm_count() const;
   int driver_version() const;
+  unsigned sm_budget() const;
+  /// What a plane of a page may have at most for kernels to copy it.
+  std::uint64_t slot_bytes() const;
   bool has_batch_copy() const;
   /// Which kernels it runs, such as "cubin sm_90"; empty if none, and then why.
   std::string kernels() const;
