@@ -88,7 +88,7 @@ class CudaDevice:
     One CUDA device: its memory, page-locked host memory, and copies on streams of its own. Any thread. OSError, with the reason, where it cannot be used.
     """
 
-    def __init__(self, ordinal: int = 0, mode: str = 'auto', staging_bytes: int = 67108864, sm_budget: int = 0) -> None: ...
+    def __init__(self, ordinal: int = 0, mode: str = 'auto', staging_bytes: int = 67108864, sm_budget: int = 0, launch_items_max: int = 2147483647) -> None: ...
 
     @staticmethod
     def count() -> int:

@@ -170,17 +170,18 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](CudaDevice* place, int ordinal, const std::string& mode, std::int64_t staging_bytes,
-             unsigned sm_budget) {
+             unsigned sm_budget, std::int64_t launch_items_max) {
             if (mode != "auto" && mode != "jit") {
               throw std::invalid_argument("mode '" + mode + "', expected auto or jit");
             }
             const DeviceOptions options{mode == "jit" ? KernelMode::kJit : KernelMode::kAuto,
-                                        to_size(staging_bytes, "staging_bytes"), sm_budget};
+                                        to_size(staging_bytes, "staging_bytes"), sm_budget,
+                                        to_size(launch_items_max, "launch_items_max")};
             const nb::gil_scoped_release released;
             new (place) CudaDevice(ordinal, options);
           },
           "ordinal"_a = 0, "mode"_a = "auto", "staging_bytes"_a = DeviceOptions{}.staging_bytes,
-          "sm_budget"_a = 0)
+          "sm_budget"_a = 0, "launch_items_max"_a = DeviceOptions{}.launch_items_max)
       .def_static("count", &CudaDevice::count, unlocked, "Devices; 0 without a driver.")
       .def_static("missing", &CudaDevice::missing, unlocked, "Why there are none; empty if some.")
       .def_prop_ro("ordinal", &CudaDevice::ordinal, "Its number.")

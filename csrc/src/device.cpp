@@ -107,6 +107,10 @@ CudaDevice::CudaDevice(int ordinal, const DeviceOptions& options) {
     throw std::invalid_argument(std::to_string(options.staging_bytes) +
                                 " bytes of staging, at least " + std::to_string(kStagingBytesMin));
   }
+  if (options.launch_items_max == 0 ||
+      options.launch_items_max > DeviceOptions{}.launch_items_max) {
+    throw std::invalid_argument(std::to_string(options.launch_items_max) + " items of a launch");
+  }
   state_ = std::make_shared<State>(ordinal, options);
 }
 
