@@ -88,7 +88,7 @@ class CudaDevice:
     One CUDA device: its memory, page-locked host memory, and copies on streams of its own. Any thread. OSError, with the reason, where it cannot be used.
     """
 
-    def __init__(self, ordinal: int = 0, mode: str = 'auto', staging_bytes: int = 67108864, sm_budget: int = 0) -> None: ...
+    def __init__(self, ordinal: int = 0, mode: str = 'auto', staging_bytes: int = 67108864, sm_budget: int = 0, launch_items_max: int = 2147483647) -> None: ...
 
     @staticmethod
     def count() -> int:
@@ -117,6 +117,14 @@ class CudaDevice:
     @property
     def driver_version(self) -> int:
         """1000 * major + 10 * minor of the newest CUDA that the driver knows."""
+
+    @property
+    def sm_budget(self) -> int:
+        """CTAs of a copy kernel; 0: as many as its way needs."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a plane of a page may have at most for kernels to copy it."""
 
     @property
     def has_batch_copy(self) -> bool:

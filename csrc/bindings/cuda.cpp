@@ -170,17 +170,18 @@ void bind_cuda(nb::module_& m) {
       .def(
           "__init__",
           [](CudaDevice* place, int ordinal, const std::string& mode, std::int64_t staging_bytes,
-             unsigned sm_budget) {
+             unsigned sm_budget, std::int64_t launch_items_max) {
             if (mode != "auto" && mode != "jit") {
               throw std::invalid_argument("mode '" + mode + "', expected auto or jit");
             }
             const DeviceOptions options{mode == "jit" ? KernelMode::kJit : KernelMode::kAuto,
-                                        to_size(staging_bytes, "staging_bytes"), sm_budget};
+                                        to_size(staging_bytes, "staging_bytes"), sm_budget,
+                                        to_size(launch_items_max, "launch_items_max")};
             const nb::gil_scoped_release released;
             new (place) CudaDevice(ordinal, options);
           },
           "ordinal"_a = 0, "mode"_a = "auto", "staging_bytes"_a = DeviceOptions{}.staging_bytes,
-          "sm_budget"_a = 0)
+          "sm_budget"_a = 0, "launch_items_max"_a = DeviceOptions{}.launch_items_max)
       .def_static("count", &CudaDevice::count, unlocked, "Devices; 0 without a driver.")
       .def_static("missing", &CudaDevice::missing, unlocked, "Why there are none; empty if some.")
       .def_prop_ro("ordinal", &CudaDevice::ordinal, "Its number.")
@@ -189,6 +190,10 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("sm_count", &CudaDevice::sm_count, "Multiprocessors.")
       .def_prop_ro("driver_version", &CudaDevice::driver_version,
                    "1000 * major + 10 * minor of the newest CUDA that the driver knows.")
+      .def_prop_ro("sm_budget", &CudaDevice::sm_budget,
+                   "CTAs of a copy kernel; 0: as many as its way needs.")
+      .def_prop_ro("slot_bytes", &CudaDevice::slot_bytes,
+                   "What a plane of a page may have at most for kernels to copy it.")
       .def_prop_ro("has_batch_copy", &CudaDevice::has_batch_copy,
                    "Whether the driver takes many copies in one call (12.8 and later).")
       .def_prop_ro("kernels", &CudaDevice::kernels,

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "device_kernels.hpp"
+#include "device_staging.hpp"
 #include "device_state.hpp"
 
 namespace kvtier {
@@ -106,6 +107,10 @@ CudaDevice::CudaDevice(int ordinal, const DeviceOptions& options) {
     throw std::invalid_argument(std::to_string(options.staging_bytes) +
                                 " bytes of staging, at least " + std::to_string(kStagingBytesMin));
   }
+  if (options.launch_items_max == 0 ||
+      options.launch_items_max > DeviceOptions{}.launch_items_max) {
+    throw std::invalid_argument(std::to_string(options.launch_items_max) + " items of a launch");
+  }
   state_ = std::make_shared<State>(ordinal, options);
 }
 
@@ -124,6 +129,10 @@ std::pair<int, int> CudaDevice::compute_capability() const {
 }
 int CudaDevice::sm_count() const { return state()->sm_count; }
 int CudaDevice::driver_version() const { return state()->driver_version; }
+unsigned CudaDevice::sm_budget() const { return state()->options.sm_budget; }
+std::uint64_t CudaDevice::slot_bytes() const {
+  return device::Slots::slot_bytes_of(state()->options.staging_bytes);
+}
 bool CudaDevice::has_batch_copy() const { return state()->library.memcpy_batch_async != nullptr; }
 std::string CudaDevice::kernels() const { return state()->kernels->words(); }
 std::string CudaDevice::no_kernels() const { return state()->kernels->missing(); }

@@ -15,7 +15,6 @@
 namespace kvtier::device {
 namespace {
 
-constexpr std::uint64_t kItemsMax = (std::uint64_t{1} << 31) - 1;  // of a launch
 constexpr unsigned kThreads = 512;
 constexpr std::uint64_t kTileVectors = kThreads * 4;  // what a CTA has in flight
 constexpr unsigned kRings = 8;                        // of a CTA of the bulk kernels
@@ -31,9 +30,9 @@ struct Part {
 
 /// Parts of at most so many bytes, and of no more items than a launch has.
 std::vector<Part> split(const WavePages& wave, std::uint64_t plane_bytes, std::uint64_t plane_items,
-                        std::uint64_t bytes_max) {
+                        std::uint64_t bytes_max, std::uint64_t items_max) {
   std::vector<Part> parts;
-  const std::uint64_t planes_max = std::min(bytes_max / plane_bytes, kItemsMax / plane_items);
+  const std::uint64_t planes_max = std::min(bytes_max / plane_bytes, items_max / plane_items);
   if (planes_max == 0) {
     throw std::invalid_argument("a page of " + std::to_string(plane_bytes) +
                                 " bytes in each plane is too large for a kernel here");
@@ -42,7 +41,7 @@ std::vector<Part> split(const WavePages& wave, std::uint64_t plane_bytes, std::u
   for (std::uint64_t plane = wave.first_plane; plane < end_plane; plane += planes_max) {
     const std::uint64_t planes = std::min(planes_max, end_plane - plane);
     const std::uint64_t pages_max =
-        std::min(bytes_max / (planes * plane_bytes), kItemsMax / (planes * plane_items));
+        std::min(bytes_max / (planes * plane_bytes), items_max / (planes * plane_items));
     for (std::size_t page = 0; page < wave.pages.size(); page += pages_max) {
       parts.push_back(
           {page, std::min<std::size_t>(pages_max, wave.pages.size() - page), plane, planes});
@@ -88,7 +87,8 @@ class Enqueuing {
         slots_ != nullptr ? slots_->slot_bytes() : std::numeric_limits<std::uint64_t>::max();
     const std::uint64_t plane_items = vectors_ * copy.geometry.rows() * copy.geometry.cols();
     for (const WavePages& wave : copy.waves) {
-      parts_.push_back(split(wave, plane_bytes_, plane_items, bytes_max));
+      parts_.push_back(
+          split(wave, plane_bytes_, plane_items, bytes_max, state.options.launch_items_max));
     }
   }
 

@@ -44,8 +44,12 @@ bool Fence::is_over() const {
   return true;
 }
 
+std::uint64_t Slots::slot_bytes_of(std::uint64_t nbytes) {
+  return nbytes / kCount / kSlotUnit * kSlotUnit;
+}
+
 Slots::Slots(State& state, std::uint64_t nbytes)
-    : state_(state), slot_bytes_(nbytes / kCount / kSlotUnit * kSlotUnit) {
+    : state_(state), slot_bytes_(slot_bytes_of(nbytes)) {
   for (std::size_t i = 0; i < kCount; ++i) {
     filled_.push_back(std::make_unique<Fence>(state));
     ended_.push_back(std::make_unique<Fence>(state));

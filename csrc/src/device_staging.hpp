@@ -36,6 +36,9 @@ class Slots {
  public:
   static constexpr std::size_t kCount = 4;  // one fills, one empties, two hide what is between
 
+  /// Of slots that have so much together.
+  static std::uint64_t slot_bytes_of(std::uint64_t nbytes);
+
   /// @throws DeviceError the device has not so much memory
   Slots(State& state, std::uint64_t nbytes);
   ~Slots();

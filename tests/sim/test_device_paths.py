@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import mmap
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,19 @@ class Bench:
     """An engine's pages, segments in page-locked memory, and a plan."""
 
     def __init__(
-        self, cuda: FakeCuda, device: CudaDevice, layout: str, shape: Shape, seed: int, wave: int
+        self,
+        cuda: FakeCuda,
+        device: CudaDevice,
+        layout: str,
+        shape: Shape,
+        seed: int,
+        wave: int,
+        offset: int = 0,
     ) -> None:
         _KEPT.append(self)
         self.rng = np.random.default_rng(seed)
         self.cuda, self.device = cuda, device
+        self._offset = offset
         self.paged: Paged = LAYOUTS[layout](shape, allocator(self.rng, 0))
         for memory in self.paged.memories:
             cuda.own(Region(RegionKind.DRAM, memory.ctypes.data, memory.nbytes), 0)
@@ -82,8 +91,9 @@ class Bench:
     def _segment(self, pages: int, planes: int) -> Bytes:
         """[page, plane, row, col, byte] of garbage, page-locked."""
         shape = (pages, planes, *self.paged.planes[0].shape[1:])
-        memory = mmap.mmap(-1, max(1, int(np.prod(shape))))  # pages of its own, as slabs have
-        segment = np.ndarray(shape, np.uint8, memory)
+        # Pages of its own, as slabs have.
+        memory = mmap.mmap(-1, max(1, int(np.prod(shape))) + self._offset)
+        segment = np.ndarray(shape, np.uint8, memory, self._offset)
         segment[...] = self.rng.integers(0, 256, shape, dtype=np.uint8)
         if segment.nbytes:
             self.device.register_host(segment.ctypes.data, segment.nbytes)
@@ -180,6 +190,29 @@ def test_registered_memory_may_have_another_address_for_kernels(cuda: FakeCuda) 
         bench = Bench(cuda, device, "page_first", SHAPE, 3, 2)
         bench.check(verb, "direct")
         bench.check(verb, "staged")
+    device.close()
+
+
+@pytest.mark.parametrize("items_max", [40, 80, 150])
+def test_a_copy_of_more_than_a_launch_takes_goes_in_several(cuda: FakeCuda, items_max: int) -> None:
+    """In launches of few planes of few pages, and of less than all planes of one page."""
+    device = opened(launch_items_max=items_max)
+    for verb, path in itertools.product(("gather", "scatter"), ("staged", "direct")):
+        bench = Bench(cuda, device, "head_major", SHAPE, items_max, 4)
+        before = cuda.counters().launches
+        bench.check(verb, path)
+        assert cuda.counters().launches - before > 2 * len(bench.waves)
+        bench.check(verb, path, is_bulk=True)
+    device.close()
+
+
+@pytest.mark.parametrize("offset", [1, 2, 4, 8, 16])
+def test_segments_lie_anywhere(cuda: FakeCuda, offset: int) -> None:
+    device = opened()
+    for verb, path in itertools.product(("gather", "scatter"), ("dma", "staged", "direct")):
+        Bench(cuda, device, "kv_first", SHAPE, offset, 2, offset).check(verb, path)
+    with pytest.raises(ValueError, match="bulk copies need") if offset < 16 else nullcontext():
+        Bench(cuda, device, "kv_first", SHAPE, 1, 2, offset).check("gather", "direct", True)
     device.close()
 
 

@@ -76,6 +76,9 @@ struct DeviceOptions {
   /// CTAs of a copy kernel, so that it leaves the device to the engine. 0: 4 where bytes cross the
   /// bus, which that many fill; 8 otherwise.
   unsigned sm_budget = 0;
+  /// Vectors (or bulk copies) of one launch: divisions are exact up to it. Less than that is for
+  /// tests.
+  std::uint64_t launch_items_max = (std::uint64_t{1} << 31) - 1;
 };
 
 /// One device, opened. Any thread. Its context is the primary one, as the CUDA runtime's and
@@ -98,6 +101,9 @@ class CudaDevice {
   std::pair<int, int> compute_capability() const;
   int sm_count() const;
   int driver_version() const;
+  unsigned sm_budget() const;
+  /// What a plane of a page may have at most for kernels to copy it.
+  std::uint64_t slot_bytes() const;
   bool has_batch_copy() const;
   /// Which kernels it runs, such as "cubin sm_90"; empty if none, and then why.
   std::string kernels() const;
