@@ -45,6 +45,8 @@ class Sizes:
     sweep_bytes: tuple[int, ...]
     """Lengths of runs."""
     sweep_total_bytes: int
+    calibration_bytes: int
+    """Of one copy by which the library finds the way that it takes by itself."""
     ctas: tuple[int, ...]
     """Of copies from and to the host; 0 is the device's budget."""
     checks_per_kind: int
@@ -64,6 +66,7 @@ FULL = Sizes(
     pieces_max=16384,
     sweep_bytes=tuple(1 << bits for bits in range(11, 22)),
     sweep_total_bytes=32 << 20,
+    calibration_bytes=8 << 20,
     ctas=(0, 1, 2, 4, 8, 16),
     checks_per_kind=0,
     gemm=4096,
@@ -79,7 +82,8 @@ SMALLEST = Sizes(
     pieces_max=64,
     sweep_bytes=(2048, 8192),
     sweep_total_bytes=16 << 10,
-    ctas=(2,),
+    calibration_bytes=4 << 10,
+    ctas=(0,),
     checks_per_kind=1,
     gemm=64,
     hot_requests=2,

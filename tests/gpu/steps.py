@@ -20,6 +20,7 @@ from measures import Figures
 from rig import Rig, Sizes, TimeBox
 
 from kvtier._core import CudaDevice, cubin_architectures
+from kvtier.backends import cuda_paths
 
 Run = Callable[[Sizes, TimeBox], Figures]
 HOPPER = (9, 0)
@@ -86,6 +87,18 @@ def environment(sizes: Sizes, box: TimeBox) -> Figures:
         "cubins": cubin_architectures(),
         "kernels": device.kernels,
         "no_kernels": device.no_kernels,
+    }
+    begin_s = time.monotonic()
+    costs = cuda_paths.measure(device, sizes.calibration_bytes)
+    found |= {
+        "calibration_s": round(time.monotonic() - begin_s, 3),
+        "calibration_run_bytes": cuda_paths.RUN_SIZES,
+        "calibration_gb_s": {
+            direction: {
+                way: [round(1e-9 / each, 3) for each in rates] for way, rates in ways.items()
+            }
+            for direction, ways in (("gather", costs.gather), ("scatter", costs.scatter))
+        },
     }
     device.close()
     begin_s = time.monotonic()
@@ -193,9 +206,8 @@ def _ceilings(found: Figures) -> str:
 
 
 def _compared(found: Figures) -> str:
-    return (
-        f"{found['best_gb_s']} GB/s ({found['best']}), plain {found['plain_gb_s']}: "
-        f"{found['ratio']:.2f}"
+    return f"{found['best_gb_s']} GB/s ({found['best']}), plain {found['plain_gb_s']}" + (
+        f"; by itself {found['chosen']}" if "chosen" in found else ""
     )
 
 
@@ -240,7 +252,7 @@ STEPS: Mapping[str, Step] = {
     "duplex": Step(
         partial(measured, measures_beside.duplex),
         15,
-        lambda found: f"{found['best_gb_s']} GB/s ({found['best']}): {found['ratio']:.2f} of ideal",
+        lambda found: f"{found['chosen_gb_s']} GB/s ({found['chosen']})",
     ),
     "interference": Step(
         partial(measured, measures_beside.interference),
@@ -251,7 +263,7 @@ STEPS: Mapping[str, Step] = {
         partial(measured, measures_beside.pipeline),
         25,
         lambda found: (
-            f"{found['best_exposed_ms']} of {found['transfer_ms']} ms exposed ({found['best']})"
+            f"{found['exposed_ms']} of {found['transfer_ms']} ms exposed ({found['chosen']})"
         ),
     ),
     "quantise": Step(
