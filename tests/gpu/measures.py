@@ -7,7 +7,7 @@ the first of a copy's work to the last; `wall` is what the caller sees, planning
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gpu_machine import copy_bytes, wait
@@ -74,6 +74,21 @@ def within_ways(rig: Rig, run_bytes: int) -> list[Way]:
     return [Way("direct", is_bulk, n) for is_bulk in bulks for n in ctas]
 
 
+def sound(
+    kv: PagedOnDevice, is_gather: bool, ways: Iterable[Way], found: Figures, samples: int = 24
+) -> list[Way]:
+    """The ways that copy right; what is wrong with the others goes into `found`, under ``wrong``."""
+    right = []
+    for way in ways:
+        try:
+            kv.check(is_gather, way, 0, samples)
+            right.append(way)
+        except (AssertionError, ValueError) as error:
+            name = f"{'gather' if is_gather else 'scatter'}, {way}"
+            found.setdefault("wrong", {})[name] = str(error)
+    return right
+
+
 def chosen_ways(rig: Rig, kv: PagedOnDevice) -> tuple[Way, Way]:
     """What the library takes by itself for these pages, out and in; found anew."""
     costs = cuda_paths.measure(rig.device, rig.sizes.calibration_bytes)
@@ -109,23 +124,24 @@ def against_plain(rig: Rig, box: TimeBox, *, is_gather: bool, is_small: bool = F
     layout, shape = layouts(rig)["one token a page" if is_small else "blocks of all layers"]
     kv = PagedOnDevice(rig, layout, shape, page_count=_page_count(rig, shape, is_small))
     direction = "d2h" if is_gather else "h2d"
+    found: Figures = {}
     works = {"plain": plain(rig, direction, kv.nbytes)}
-    for way in host_ways(rig, kv.run_bytes):
-        kv.check(is_gather, way, 0)
+    for way in sound(kv, is_gather, host_ways(rig, kv.run_bytes), found):
         works[str(way)] = _mover(kv, is_gather, way)
     times = take_turns(works, rig.sizes.rounds, box)
     chosen = chosen_ways(rig, kv)[not is_gather]
-    plain_s, chosen_s = times["plain"], times[str(chosen)]
+    plain_s, chosen_s = times["plain"], times.get(str(chosen))
+    found |= _compared(kv, times)
+    found |= {"best_ratio": found["ratio"], "chosen": str(chosen), "ratio": None}
+    if chosen_s is None:
+        return found  # it is among the wrong ones
     walls = take_turns(
         {"own": lambda turn: wall_s(rig, kv.stream, lambda: [kv.copy(is_gather, chosen, turn)])},
         rig.sizes.rounds,
         box,
     )
-    found = _compared(kv, times)
     return {
         **found,
-        "best_ratio": found["ratio"],
-        "chosen": str(chosen),
         "chosen_gb_s": rate(kv.nbytes, chosen_s),
         "chosen_wall_gb_s": rate(kv.nbytes, walls["own"]),
         "ratio": round(plain_s / chosen_s, 4),
@@ -136,11 +152,11 @@ def within(rig: Rig, box: TimeBox, *, is_gather: bool) -> Figures:
     """The kernels between pages and blocks in device memory, against a plain copy there."""
     layout, shape = layouts(rig)["page by layer"]
     kv = PagedOnDevice(rig, layout, shape, on_device=True)
+    found: Figures = {}
     works = {"plain": plain(rig, "d2d", kv.nbytes)}
-    for way in within_ways(rig, kv.run_bytes):
-        kv.check(is_gather, way, 0)
+    for way in sound(kv, is_gather, within_ways(rig, kv.run_bytes), found):
         works[str(way)] = _mover(kv, is_gather, way)
-    return _compared(kv, take_turns(works, rig.sizes.rounds, box))
+    return found | _compared(kv, take_turns(works, rig.sizes.rounds, box))
 
 
 def table(rig: Rig, box: TimeBox, *, rounds: int) -> Figures:
@@ -169,15 +185,12 @@ def _row(rig: Rig, kv: PagedOnDevice, is_gather: bool, box: TimeBox, rounds: int
         ways = host_ways(rig, kv.run_bytes)
         if kv.nbytes // kv.run_bytes > rig.sizes.pieces_max:
             ways = ways[1:]  # so many descriptors take the host longer than they are worth here
-    works = {}
-    for way in ways:
-        if box.left_s <= 0:
-            break
-        kv.check(is_gather, way, 0, samples=4)
-        works[str(way)] = _mover(kv, is_gather, way)
+    found: Figures = {}
+    right = sound(kv, is_gather, ways, found, samples=4)
+    works = {str(way): _mover(kv, is_gather, way) for way in right}
     times = take_turns(works, rounds, box) if works else {}
     rates = {name: rate(kv.nbytes, seconds) for name, seconds in times.items()}
-    return {"run_bytes": kv.run_bytes, "nbytes": kv.nbytes, "gb_s": rates}
+    return found | {"run_bytes": kv.run_bytes, "nbytes": kv.nbytes, "gb_s": rates}
 
 
 def sweep(rig: Rig, box: TimeBox) -> Figures:
@@ -211,14 +224,14 @@ def _swept(rig: Rig, run: int, is_gather: bool, box: TimeBox) -> Figures:
         ways = [Way("dma")]
         if rig.device.kernels:
             ways += [Way("staged"), Way("direct")]
-        for way in ways:
-            kv.check(is_gather, way, 0, samples=4)
+        found: Figures = {}
+        for way in sound(kv, is_gather, ways, found, samples=4):
             works[str(way)] = _mover(kv, is_gather, way)
         count = min(CALLS_MAX, kv.nbytes // run)
         works["a call each"] = _calls(own, run, count, is_gather)
         times = take_turns(works, max(3, rig.sizes.rounds // 2), box)
         times["a call each"] *= kv.nbytes / (count * run)
-        return {name: rate(kv.nbytes, seconds) for name, seconds in times.items()}
+        return found | {name: rate(kv.nbytes, seconds) for name, seconds in times.items()}
 
 
 def _calls(rig: Rig, run: int, count: int, is_gather: bool) -> Work:
@@ -261,6 +274,8 @@ def _page_count(rig: Rig, shape: Shape, is_small: bool) -> int:
 def _compared(kv: PagedOnDevice, times: dict[str, float]) -> Figures:
     """The best of all ways, and its ratio to the plain copy."""
     plain_s = times.pop("plain")
+    if not times:
+        raise AssertionError("no way copies right")
     best = min(times, key=lambda name: times[name])
     return {
         "run_bytes": kv.run_bytes,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gpu_machine import copy_bytes, wait
 from layouts import Shape
-from measures import Figures, chosen_ways, layouts, rate
+from measures import Figures, chosen_ways, layouts, rate, sound
 from plan_checks import Way
 from rig import PagedOnDevice, Rig, TimeBox, Work, take_turns, wall_s
 
@@ -72,11 +72,17 @@ class MemoryBound:
         )
 
 
-def own_ways(rig: Rig, kv: PagedOnDevice) -> dict[str, tuple[Way, Way]]:
-    """Ways out and in: each path as it is used without being asked for more, and what the library
-    takes by itself."""
+def own_ways(rig: Rig, kv: PagedOnDevice, found: Figures) -> dict[str, tuple[Way, Way]]:
+    """Ways out and in that copy right: each path as it is used without being asked for more, and
+    ``chosen``, what the library takes by itself. What is wrong with the others goes into `found`."""
     paths = ("dma", "staged", "direct") if rig.device.kernels else ("dma",)
-    return {**{path: (Way(path), Way(path)) for path in paths}, "chosen": chosen_ways(rig, kv)}
+    ways = {path: (Way(path), Way(path)) for path in paths} | {"chosen": chosen_ways(rig, kv)}
+    found["chosen"] = " out, ".join(map(str, ways["chosen"])) + " in"
+    return {
+        name: (out, into)
+        for name, (out, into) in ways.items()
+        if sound(kv, True, [out], found, 8) and sound(kv, False, [into], found, 8)
+    }
 
 
 def duplex(rig: Rig, box: TimeBox) -> Figures:
@@ -101,24 +107,23 @@ def duplex(rig: Rig, box: TimeBox) -> Figures:
         "plain h2d": lambda turn: wall_s(rig, stream, lambda: [plain_into()]),
         "plain both": lambda turn: wall_s(rig, stream, lambda: [plain_out(), plain_into()]),
     }
-    ways = own_ways(rig, out)
+    found: Figures = {}
+    ways = own_ways(rig, out, found)
     for name, (there, back) in ways.items():
-        out.check(True, there, 0, samples=4)
-        into.check(False, back, 0, samples=4)
         works[name] = lambda turn, there=there, back=back: wall_s(  # type: ignore[misc]
             rig, stream, lambda: [out.gather(there, turn), into.scatter(back, turn)]
         )
     times = take_turns(works, rig.sizes.rounds, box)
     ideal_s = max(times.pop("plain d2h"), times.pop("plain h2d"))
     plain_s = times.pop("plain both")
-    return {
+    of_ideal = {name: round(ideal_s / seconds, 4) for name, seconds in times.items()}
+    return found | {
         "nbytes_each_way": nbytes,
         "ideal_gb_s": rate(2 * nbytes, ideal_s),
         "plain_both_of_ideal": round(ideal_s / plain_s, 4),
-        "chosen": _names(ways["chosen"]),
-        "chosen_gb_s": rate(2 * nbytes, times["chosen"]),
-        "ratio": round(ideal_s / times["chosen"], 4),
-        "of_ideal": {name: round(ideal_s / seconds, 4) for name, seconds in times.items()},
+        "gb_s": {name: rate(2 * nbytes, seconds) for name, seconds in times.items()},
+        "ratio": of_ideal.get("chosen"),
+        "of_ideal": of_ideal,
     }
 
 
@@ -143,7 +148,8 @@ def interference(rig: Rig, box: TimeBox) -> Figures:
 
     loop_s = take_turns({"loop": lambda turn: run_loop(3)}, 5, box.part(4))["loop"]
     works: dict[str, Work] = {}
-    ways = own_ways(rig, out)
+    found: Figures = {}
+    ways = own_ways(rig, out, found)
     for name, (there, back) in ways.items():
 
         def begin(turn: int, there: Way = there, back: Way = back) -> list[DeviceJob]:
@@ -174,18 +180,13 @@ def interference(rig: Rig, box: TimeBox) -> Figures:
         if box.left_s > 0
         else {"not measured": "the time was over"}
     )
-    return {
+    return found | {
         "loop_ms": round(loop_s * 1e3, 4),
         "slowed": slowed,
         "covered": {name: round(sum(each) / len(each), 2) for name, each in covered.items()},
-        "chosen": _names(ways["chosen"]),
-        "ratio": slowed["chosen"],
+        "ratio": slowed.get("chosen"),
         "gemm": gemm,
     }
-
-
-def _names(ways: tuple[Way, Way]) -> str:
-    return " out, ".join(map(str, ways)) + " in"
 
 
 def _gemm(
@@ -244,10 +245,8 @@ def pipeline(rig: Rig, box: TimeBox) -> Figures:
     kv = PagedOnDevice(rig, layout, shape, is_by_layer=True)
     layers, stream = shape.layers, kv.stream
     loop = MemoryBound(rig, min(kv.nbytes, rig.sizes.copy_bytes))
-    both = own_ways(rig, kv)
-    ways = {name: back for name, (_, back) in both.items()}
-    for way in ways.values():
-        kv.check(False, way, 0, samples=8)
+    found: Figures = {}
+    ways = {name: back for name, (_, back) in own_ways(rig, kv, found).items()}
     loads = take_turns(
         {
             name: lambda turn, way=way: wall_s(  # type: ignore[misc]
@@ -292,15 +291,13 @@ def pipeline(rig: Rig, box: TimeBox) -> Figures:
         name: round(max(0.0, seconds - compute_s) / loads[name], 4)
         for name, seconds in times.items()
     }
-    return {
+    return found | {
         "layers": layers,
         "nbytes": kv.nbytes,
         "launches_per_layer": count,
         "compute_per_transfer": round(compute_s / max(loads.values()), 3),
         "load_gb_s": {name: rate(kv.nbytes, seconds) for name, seconds in loads.items()},
-        "chosen": str(ways["chosen"]),
-        "exposed_ms": round(max(0.0, times["chosen"] - compute_s) * 1e3, 4),
-        "transfer_ms": round(loads["chosen"] * 1e3, 4),
-        "ratio": exposed["chosen"],
+        "transfer_ms": {name: round(seconds * 1e3, 4) for name, seconds in loads.items()},
+        "ratio": exposed.get("chosen"),
         "exposed": exposed,
     }

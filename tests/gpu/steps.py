@@ -211,6 +211,10 @@ def _compared(found: Figures) -> str:
     )
 
 
+def _each(found: Figures) -> str:
+    return ", ".join(f"{name} {value}" for name, value in found.items())
+
+
 def _swept(found: Figures) -> str:
     thresholds = [found[f"{direction}_threshold_bytes"] for direction in ("d2h", "h2d")]
     return "copy engines from runs of {} B out, {} B in".format(*thresholds)
@@ -252,19 +256,17 @@ STEPS: Mapping[str, Step] = {
     "duplex": Step(
         partial(measured, measures_beside.duplex),
         15,
-        lambda found: f"{found['chosen_gb_s']} GB/s ({found['chosen']})",
+        lambda found: f"{found['chosen']}: " + _each(found["of_ideal"]),
     ),
     "interference": Step(
         partial(measured, measures_beside.interference),
         45,
-        lambda found: ", ".join(f"{way} x{slow}" for way, slow in found["slowed"].items()),
+        lambda found: f"{found['chosen']}: " + _each(found["slowed"]),
     ),
     "pipeline": Step(
         partial(measured, measures_beside.pipeline),
         25,
-        lambda found: (
-            f"{found['exposed_ms']} of {found['transfer_ms']} ms exposed ({found['chosen']})"
-        ),
+        lambda found: f"{found['chosen']}: exposed " + _each(found["exposed"]),
     ),
     "quantise": Step(
         partial(measured, measures_computing.quantise),
@@ -274,7 +276,7 @@ STEPS: Mapping[str, Step] = {
     "rope": Step(
         partial(measured, measures_computing.rope),
         10,
-        lambda found: ", ".join(f"{k} {v} GB/s" for k, v in found["payload_gb_s"].items()),
+        lambda found: _each(found["payload_gb_s"]) + " GB/s",
     ),
     "hot": Step(
         partial(measured, measures_computing.hot),

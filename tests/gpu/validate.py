@@ -128,10 +128,20 @@ def _in_process(name: str, scale: str, share_s: float, box: TimeBox) -> Report:
     if found is None or done is None or done.returncode:
         tail = "\n".join(words.strip().splitlines()[-STDERR_LINES:])
         step |= {"status": "failed", "why": f"{why}: {tail}"}
-    elif found.get("wrong_count") or found.get("jit_wrong_count") or found.get("device_failure"):
+    elif _is_wrong(found):
         step["status"] = "wrong"
     _progress(f"{name}: {step['status']}, {seconds} s {step.get('why', '')}")
     return step
+
+
+def _is_wrong(found: object) -> bool:
+    """Whether there is anything under ``wrong``, at whatever depth, or the device was lost."""
+    if not isinstance(found, dict):
+        return False
+    told = (
+        found.get(name) for name in ("wrong", "jit_wrong", "device_failure", "jit_device_failure")
+    )
+    return any(told) or any(_is_wrong(each) for each in found.values())
 
 
 def _run_step(name: str, scale: str, seconds: float, path: Path) -> int:
