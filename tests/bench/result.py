@@ -34,6 +34,8 @@ class Setting:
     """Interpreter of an environment that has vLLM and LMCache."""
     nixl_python: Path | None = None
     """Interpreter of an environment that has NIXL."""
+    gpu_scale: str = "full"
+    """One of the scales of `tests/gpu/rig.py`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,15 @@ BENCHES = {
     "agent_completion": "agent:run",
     "handover_exposed": "handover:run",
     "handover_layer_done": "handover:run",
+    "gpu_d2h": "gpu:run",
+    "gpu_h2d": "gpu:run",
+    "gpu_duplex": "gpu:run",
+    "gpu_gather": "gpu:run",
+    "gpu_scatter": "gpu:run",
+    "gpu_pipeline_exposed": "gpu:run",
+    "gpu_interference": "gpu:run",
+    "gpu_quant": "gpu:run",
+    "gpu_hot": "gpu:run",
 }
 """Name -> module and function. A function gets all of its names that are wanted at once, with a
 `Setting`, and yields results; its module is imported only then, so none needs what others need."""
@@ -91,6 +100,12 @@ def main() -> int:
         default=os.environ.get("KVTIER_NIXL_PYTHON"),
         help="interpreter of an environment with NIXL (or KVTIER_NIXL_PYTHON)",
     )
+    parser.add_argument(
+        "--gpu-scale",
+        choices=("full", "smallest"),
+        default="full",
+        help="smallest only shows that the gpu_ benchmarks run",
+    )
     arguments = parser.parse_args()
     wanted = [name for name in arguments.only.split(",") if name] or list(BENCHES)
     if unknown := sorted(set(wanted) - set(BENCHES)):
@@ -102,6 +117,7 @@ def main() -> int:
         arguments.lmcache_python,
         arguments.lmcache_engine_python,
         arguments.nixl_python,
+        arguments.gpu_scale,
     )
     names_of: dict[str, set[str]] = {}
     for name, target in BENCHES.items():
