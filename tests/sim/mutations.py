@@ -131,7 +131,7 @@ def _included(source: Path) -> set[Path]:
         if path in found or not path.exists():
             continue
         found.add(path)
-        for name in re.findall(r'#include "(.*)"', path.read_text()):
+        for name in re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE):
             left += [(path.parent / name).resolve(), (source.parent.parent / "cuda" / name)]
     return found
 
