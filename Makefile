@@ -42,7 +42,7 @@ $(FAST)/.installed: $(SOURCES)
 	test -d $(FAST) || $(PYTHON) -m venv $(FAST)
 	$(FAST)/bin/pip install -q --upgrade pip
 	$(FAST)/bin/pip install -q torch==$(TORCH) scikit-build-core "nanobind>=3.1,<4" cmake ninja
-	$(FAST)/bin/pip install -q --group test --group lint
+	$(FAST)/bin/pip install -q --group test --group kernels --group lint
 	$(FAST)/bin/pip install -q --no-build-isolation -e '.[testing,torch,ucx,s3]'
 	touch $@
 

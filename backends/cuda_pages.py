@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier._core import CudaDevice, DeviceJob, DevicePlan
 from kvtier.backends.cuda_device import give_back, take_device
+from kvtier.backends.cuda_paths import Direction, Way, ways_of
 from kvtier.device import Batch, Device, DeviceCopies, PageIds, Paging
 from kvtier.errors import BackendUnavailable
 from kvtier.types import Region
@@ -62,7 +64,7 @@ class CudaPages(Device):
 
 
 class CudaCopies(DeviceCopies):
-    """Copies of one engine's pages by the device's copy engines, a descriptor for each run."""
+    """Copies of one engine's pages, each direction by the way that is cheapest for its runs."""
 
     def __init__(self, device: CudaDevice, paging: Paging) -> None:
         self._paging = paging  # keeps the engine's memory
@@ -77,12 +79,40 @@ class CudaCopies(DeviceCopies):
             paging.col_stride,
             paging.run_bytes,
         )
+        self.gather_way = _open_way(device, "gather", self._plan)
+        self.scatter_way = _open_way(device, "scatter", self._plan)
 
     def gather(self, batch: Batch, stream: int) -> DeviceJob:
-        return self._plan.gather(*_arguments(batch), stream)
+        return self._plan.gather(*_arguments(batch), stream, *self.gather_way)
 
     def scatter(self, batch: Batch, stream: int) -> DeviceJob:
-        return self._plan.scatter(*_arguments(batch), stream)
+        return self._plan.scatter(*_arguments(batch), stream, *self.scatter_way)
+
+
+def _open_way(device: CudaDevice, direction: Direction, plan: DevicePlan) -> Way:
+    """The best way for which the device has memory.
+
+    Raises:
+        BackendUnavailable: there is none; says why.
+    """
+    reason = ""
+    try:
+        for way in ways_of(device, direction, plan):
+            if way.path != "dma" and plan.plane_bytes > device.slot_bytes:
+                reason = f"a page has {plan.plane_bytes} bytes in each plane"
+                continue
+            if way.path != "staged":
+                return way
+            try:
+                device.reserve_staging()
+                return way
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+                reason = str(error.strerror)
+    except OSError as error:
+        reason = str(error.strerror)
+    raise BackendUnavailable(f"CUDA device {device.ordinal}: {reason}")
 
 
 def _arguments(batch: Batch) -> tuple[PageIds, _U32, _U64, _U64]:

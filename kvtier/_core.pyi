@@ -88,7 +88,7 @@ class CudaDevice:
     One CUDA device: its memory, page-locked host memory, and copies on streams of its own. Any thread. OSError, with the reason, where it cannot be used.
     """
 
-    def __init__(self, ordinal: int = 0) -> None: ...
+    def __init__(self, ordinal: int = 0, mode: str = 'auto', staging_bytes: int = 67108864, sm_budget: int = 0, launch_items_max: int = 2147483647) -> None: ...
 
     @staticmethod
     def count() -> int:
@@ -119,8 +119,24 @@ class CudaDevice:
         """1000 * major + 10 * minor of the newest CUDA that the driver knows."""
 
     @property
+    def sm_budget(self) -> int:
+        """CTAs of a copy kernel; 0: as many as its way needs."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a plane of a page may have at most for kernels to copy it."""
+
+    @property
     def has_batch_copy(self) -> bool:
         """Whether the driver takes many copies in one call (12.8 and later)."""
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels it runs, such as "cubin sm_90"; empty if none."""
+
+    @property
+    def no_kernels(self) -> str:
+        """Why there are none; else empty."""
 
     @property
     def failure(self) -> str:
@@ -153,6 +169,14 @@ class CudaDevice:
 
     def copy(self, targets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], sources: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], lengths: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu', writable=False)], after: int | None = None) -> DeviceJob:
         """Begin to copy pieces; `after` is a stream to follow."""
+
+    def launch(self, name: str, grid: int, block: int, shared_bytes: int, argument: bytes, after: int | None = None, stream: int | None = None) -> DeviceJob:
+        """
+        Launch a kernel with the bytes of its argument; `after` is a stream to follow, `stream` one to launch on.
+        """
+
+    def reserve_staging(self) -> None:
+        """Take the staging memory of both directions now."""
 
     def create_stream(self) -> int:
         """A stream such as an engine has."""
@@ -191,11 +215,55 @@ class DevicePlan:
     def run_bytes(self) -> int:
         """Bytes of one plane that are copied as one piece."""
 
-    def gather(self, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], waves: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], stream: int) -> DeviceJob:
+    @property
+    def vector_bytes(self) -> int:
+        """The widest vector of kernels on the engine's side."""
+
+    def gather(self, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], waves: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], stream: int, path: str = 'dma', is_bulk: bool = False, ctas: int = 0) -> DeviceJob:
         """Begin to copy pages into segments, after what is on `stream` now."""
 
-    def scatter(self, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], waves: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], stream: int) -> DeviceJob:
+    def scatter(self, page_ids: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], page_offsets: Annotated[NDArray[numpy.uint32], dict(shape=(None,), order='C', device='cpu', writable=False)], segments: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], waves: Annotated[NDArray[numpy.uint64], dict(shape=(None, None), order='C', device='cpu', writable=False)], stream: int, path: str = 'dma', is_bulk: bool = False, ctas: int = 0) -> DeviceJob:
         """Begin to copy segments into pages, after what is on `stream` now."""
+
+class JitResult:
+    """What NVRTC made of the device kernels."""
+
+    @property
+    def image(self) -> bytes:
+        """A cubin, or PTX with its zero byte; empty on failure."""
+
+    @property
+    def target(self) -> str:
+        """Such as sm_90, or compute_121 for PTX."""
+
+    @property
+    def compiler(self) -> str:
+        """Such as NVRTC 12.9."""
+
+    @property
+    def failure(self) -> str:
+        """Why there is no image; else empty."""
+
+    @property
+    def is_cached(self) -> bool:
+        """It came from the cache on disk."""
+
+    @property
+    def no_cache(self) -> str:
+        """Why it could not be kept there; else empty."""
+
+def cubin_architectures() -> list[int]:
+    """Such as [80, 90]: what cubins of the device kernels are built in for."""
+
+def find_cubin(major: int, minor: int) -> bytes:
+    """
+    The built-in cubin that a device of this compute capability runs, or nothing.
+    """
+
+def compile_kernels(major: int, minor: int) -> JitResult:
+    """
+    Compile the device kernels for a compute capability by NVRTC, or take them from the cache. Any thread; never raises.
+    """
 
 def xxh3_128(data: object) -> bytes:
     """

@@ -134,6 +134,7 @@ class Device(abc.ABC):
 
         Raises:
             ValueError: the addresses are not memory of this device all over, or sizes are absurd.
+            BackendUnavailable: the device cannot copy them, or has failed; says why.
         """
 
     @abc.abstractmethod

@@ -5,6 +5,7 @@ NB_MODULE(_core, m) {
   m.doc() = "kvtier's compiled core.";
   kvtier::bindings::bind_copy(m);
   kvtier::bindings::bind_cuda(m);
+  kvtier::bindings::bind_device_images(m);
   kvtier::bindings::bind_hash(m);
   kvtier::bindings::bind_file_io(m);
   kvtier::bindings::bind_gds(m);

@@ -6,9 +6,11 @@
 #include <nanobind/stl/string.h>
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -47,16 +49,26 @@ std::uint64_t to_size(std::int64_t value, const char* name) {
   return static_cast<std::uint64_t>(value);
 }
 
-template <DeviceJob (DevicePlan::*kCopy)(const DeviceCopyRequest&, StreamHandle) const>
+CopyPath to_path(const std::string& path) {
+  if (path == "dma") return CopyPath::kDma;
+  if (path == "staged") return CopyPath::kStaged;
+  if (path == "direct") return CopyPath::kDirect;
+  throw std::invalid_argument("path '" + path + "', expected dma, staged or direct");
+}
+
+template <DeviceJob (DevicePlan::*kCopy)(const DeviceCopyRequest&, StreamHandle, const CopyWay&)
+              const>
 DeviceJob move(const DevicePlan& plan, const Array<std::int64_t>& page_ids,
                const Array<std::uint32_t>& page_offsets, const U64Table& segments,
-               const U64Table& waves, StreamHandle stream) {
+               const U64Table& waves, StreamHandle stream, const std::string& path, bool is_bulk,
+               unsigned ctas) {
   if (waves.shape(1) != 2 || segments.shape(0) != waves.shape(0)) {
     throw std::invalid_argument("segments are [wave, chunk], waves [wave, 2]");
   }
+  const CopyWay way{to_path(path), is_bulk, ctas};
   const nb::gil_scoped_release released;
   return (plan.*kCopy)(
-      {to_span(page_ids), to_span(page_offsets), to_span(segments), to_span(waves)}, stream);
+      {to_span(page_ids), to_span(page_offsets), to_span(segments), to_span(waves)}, stream, way);
 }
 
 void translate_device_error(const std::exception_ptr& thrown, void*) {
@@ -132,12 +144,16 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro(
           "run_bytes", [](const DevicePlan& plan) { return plan.geometry().run_bytes(); },
           "Bytes of one plane that are copied as one piece.")
+      .def_prop_ro("vector_bytes", &DevicePlan::vector_bytes,
+                   "The widest vector of kernels on the engine's side.")
       .def("gather", &move<&DevicePlan::gather>, "page_ids"_a.noconvert(),
            "page_offsets"_a.noconvert(), "segments"_a.noconvert(), "waves"_a.noconvert(),
-           "stream"_a, "Begin to copy pages into segments, after what is on `stream` now.")
+           "stream"_a, "path"_a = "dma", "is_bulk"_a = false, "ctas"_a = 0,
+           "Begin to copy pages into segments, after what is on `stream` now.")
       .def("scatter", &move<&DevicePlan::scatter>, "page_ids"_a.noconvert(),
            "page_offsets"_a.noconvert(), "segments"_a.noconvert(), "waves"_a.noconvert(),
-           "stream"_a, "Begin to copy segments into pages, after what is on `stream` now.");
+           "stream"_a, "path"_a = "dma", "is_bulk"_a = false, "ctas"_a = 0,
+           "Begin to copy segments into pages, after what is on `stream` now.");
 }
 
 }  // namespace
@@ -151,7 +167,21 @@ void bind_cuda(nb::module_& m) {
       "One CUDA device: its memory, page-locked host memory, and copies on "
       "streams of its own. Any thread. OSError, with the reason, where it cannot "
       "be used.")
-      .def(nb::init<int>(), "ordinal"_a = 0, unlocked)
+      .def(
+          "__init__",
+          [](CudaDevice* place, int ordinal, const std::string& mode, std::int64_t staging_bytes,
+             unsigned sm_budget, std::int64_t launch_items_max) {
+            if (mode != "auto" && mode != "jit") {
+              throw std::invalid_argument("mode '" + mode + "', expected auto or jit");
+            }
+            const DeviceOptions options{mode == "jit" ? KernelMode::kJit : KernelMode::kAuto,
+                                        to_size(staging_bytes, "staging_bytes"), sm_budget,
+                                        to_size(launch_items_max, "launch_items_max")};
+            const nb::gil_scoped_release released;
+            new (place) CudaDevice(ordinal, options);
+          },
+          "ordinal"_a = 0, "mode"_a = "auto", "staging_bytes"_a = DeviceOptions{}.staging_bytes,
+          "sm_budget"_a = 0, "launch_items_max"_a = DeviceOptions{}.launch_items_max)
       .def_static("count", &CudaDevice::count, unlocked, "Devices; 0 without a driver.")
       .def_static("missing", &CudaDevice::missing, unlocked, "Why there are none; empty if some.")
       .def_prop_ro("ordinal", &CudaDevice::ordinal, "Its number.")
@@ -160,8 +190,15 @@ void bind_cuda(nb::module_& m) {
       .def_prop_ro("sm_count", &CudaDevice::sm_count, "Multiprocessors.")
       .def_prop_ro("driver_version", &CudaDevice::driver_version,
                    "1000 * major + 10 * minor of the newest CUDA that the driver knows.")
+      .def_prop_ro("sm_budget", &CudaDevice::sm_budget,
+                   "CTAs of a copy kernel; 0: as many as its way needs.")
+      .def_prop_ro("slot_bytes", &CudaDevice::slot_bytes,
+                   "What a plane of a page may have at most for kernels to copy it.")
       .def_prop_ro("has_batch_copy", &CudaDevice::has_batch_copy,
                    "Whether the driver takes many copies in one call (12.8 and later).")
+      .def_prop_ro("kernels", &CudaDevice::kernels,
+                   "Which kernels it runs, such as \"cubin sm_90\"; empty if none.")
+      .def_prop_ro("no_kernels", &CudaDevice::no_kernels, "Why there are none; else empty.")
       .def_prop_ro("failure", &CudaDevice::failure,
                    "The error that ended the device for this process; empty while it lives.")
       .def("register_host", &CudaDevice::register_host, "address"_a, "nbytes"_a, unlocked,
@@ -184,6 +221,21 @@ void bind_cuda(nb::module_& m) {
           },
           "targets"_a.noconvert(), "sources"_a.noconvert(), "lengths"_a.noconvert(),
           "after"_a = nb::none(), "Begin to copy pieces; `after` is a stream to follow.")
+      .def(
+          "launch",
+          [](CudaDevice& device, const std::string& name, unsigned grid, unsigned block,
+             unsigned shared_bytes, const nb::bytes& argument, std::optional<StreamHandle> after,
+             std::optional<StreamHandle> stream) {
+            const std::span bytes(static_cast<const std::byte*>(argument.data()), argument.size());
+            const nb::gil_scoped_release released;
+            return device.launch(name, grid, block, shared_bytes, bytes, after, stream);
+          },
+          "name"_a, "grid"_a, "block"_a, "shared_bytes"_a, "argument"_a, "after"_a = nb::none(),
+          "stream"_a = nb::none(),
+          "Launch a kernel with the bytes of its argument; `after` is a stream to follow, `stream` "
+          "one to launch on.")
+      .def("reserve_staging", &CudaDevice::reserve_staging, unlocked,
+           "Take the staging memory of both directions now.")
       .def("create_stream", &CudaDevice::create_stream, unlocked, "A stream such as an engine has.")
       .def("destroy_stream", &CudaDevice::destroy_stream, "stream"_a, unlocked, "End it.")
       .def("synchronize", &CudaDevice::synchronize, "stream"_a, unlocked,

@@ -18,6 +18,14 @@ using Barrier = std::uint64_t;  // in shared memory
 
 #if defined(__CUDACC__)
 
+// A CTA's own memory; compilers before CUDA 12.8 only know the name of a cluster's, in which it is,
+// too. Where newer ones cannot see that it is the CTA's own, they add a slow way for the others'.
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
+#define KVTIER_BULK_TARGET "shared::cta"
+#else
+#define KVTIER_BULK_TARGET "shared::cluster"
+#endif
+
 KVTIER_DEVICE std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -67,11 +75,11 @@ KVTIER_DEVICE void barrier_wait(Barrier* barrier, std::uint32_t parity) {
 /// Begin to load; the bytes arrive at the mbarrier. Addresses and size are multiples of 16.
 KVTIER_DEVICE void bulk_load(void* shared_target, std::uint64_t source, std::uint32_t nbytes,
                              Barrier* barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(shared_target)),
-      "l"(source), "r"(nbytes), "r"(shared_address(barrier))
-      : "memory");
+  asm volatile("cp.async.bulk." KVTIER_BULK_TARGET
+               ".global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared_target)),
+               "l"(source), "r"(nbytes), "r"(shared_address(barrier))
+               : "memory");
 }
 
 /// Begin to store, in this thread's open group. Addresses and size are multiples of 16.

@@ -117,12 +117,23 @@ KVTIER_DEVICE void store_streaming(std::uint8_t* target, std::uint8_t value) {
 
 #else
 
+KVTIER_DEVICE void check_access(const void* place, std::size_t nbytes) {
+#if !defined(__CUDACC__)
+  sim::check_access(place, nbytes);
+#else  // nvcc's pass for the host, which never calls it
+  (void)place;
+  (void)nbytes;
+#endif
+}
+
 template <typename Value>
 KVTIER_DEVICE Value load_streaming(const Value* source) {
+  check_access(source, sizeof(Value));
   return *source;
 }
 template <typename Value>
 KVTIER_DEVICE void store_streaming(Value* target, const Value& value) {
+  check_access(target, sizeof(Value));
   *target = value;
 }
 

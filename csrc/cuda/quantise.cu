@@ -24,17 +24,18 @@ KVTIER_DEVICE std::uint32_t* token_pair_at(const QuantiseArgs& arguments, const 
 /// apart. Groups are 4, 8, 16 or 32 octets and never lie across warps.
 template <int kBits, int kElementBytes>
 KVTIER_DEVICE void quantise_token(const QuantiseArgs& arguments) {
-  const std::uint32_t lane = threadIdx.x % kWarpLanes;
   const std::uint32_t octets = arguments.run_elements / kOctet;
   const std::uint64_t step = static_cast<std::uint64_t>(gridDim.x) * blockDim.x;
-  for (std::uint64_t first = static_cast<std::uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       first - lane < arguments.total; first += step * kOctetsInFlight) {
+  // Counted by the warp's first octet, the same for all of its lanes.
+  for (std::uint64_t warp_first = static_cast<std::uint64_t>(blockIdx.x) * blockDim.x +
+                                  threadIdx.x / kWarpLanes * kWarpLanes;
+       warp_first < arguments.total; warp_first += step * kOctetsInFlight) {
     OctetPlace places[kOctetsInFlight];
     bool inside[kOctetsInFlight];
     Octet<kElementBytes> loaded[kOctetsInFlight];
     KVTIER_UNROLL
     for (int i = 0; i < kOctetsInFlight; ++i) {
-      const std::uint64_t index = first + i * step;
+      const std::uint64_t index = warp_first + i * step + threadIdx.x % kWarpLanes;
       inside[i] = index < arguments.total;
       places[i] = locate<kElementBytes>(
           arguments, inside[i] ? static_cast<std::uint32_t>(index) : arguments.total - 1, 1);
@@ -46,7 +47,7 @@ KVTIER_DEVICE void quantise_token(const QuantiseArgs& arguments) {
     }
     KVTIER_UNROLL
     for (int i = 0; i < kOctetsInFlight; ++i) {
-      if (first - lane + i * step >= arguments.total) break;  // all of the warp, or none
+      if (warp_first + i * step >= arguments.total) break;  // all of the warp, or none
       float values[kOctet];
       Range range;
       if (inside[i]) {

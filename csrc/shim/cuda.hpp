@@ -33,6 +33,7 @@ constexpr Result kNoDevice = 100;
 constexpr Result kNoBinaryForGpu = 209;  // an image without code for this compute capability
 constexpr Result kNotFound = 500;
 constexpr Result kNotReady = 600;  // what a query says of work that is not over: no error
+constexpr Result kLaunchOutOfResources = 701;  // more threads than the kernel can have
 constexpr Result kHostMemoryAlreadyRegistered = 712;
 constexpr Result kHostMemoryNotRegistered = 713;
 

@@ -50,6 +50,14 @@ inline constinit thread_local Place place{};
 /// Ends the launch with an error; its words say what, the CUDA thread and the line.
 [[noreturn]] void fail(const char* words, Where where = Where::current());
 
+/// Ends the launch where an access is not aligned to its size, or goes to memory that kernels have
+/// no business with.
+void check_access(const void* address, std::size_t nbytes, Where where = Where::current());
+
+/// Whether kernels must not use that memory, though this process could. For who plays the driver.
+using IsForbidden = bool (*)(const void* address, std::size_t nbytes);
+void forbid(IsForbidden is_forbidden);
+
 /// The CTA's static shared memory for a declaration, which `key` stands for; the same for all.
 void* static_shared(const void* key, std::size_t nbytes, std::size_t alignment);
 

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "fake_kernels.hpp"
 #include "fake_state.hpp"
 
 namespace fake {
@@ -264,6 +265,7 @@ int cuCtxGetCurrent(void** context) {
 void fake_set(int setting, std::int64_t value) {
   const std::lock_guard lock(state().mutex);
   state().settings.values[setting] = value;
+  if (setting == kSetIsAliasing) watch_addresses(value != 0);
 }
 
 void fake_set_name(const char* name) {
@@ -285,6 +287,7 @@ void fake_reset_cuda() {
     return true;
   });
   state().settings = Settings();
+  watch_addresses(false);
   for (int device = 0; device < kDevicesMax; ++device) {
     if (state().lost[device] == 0) continue;
     end_context(device, lock);

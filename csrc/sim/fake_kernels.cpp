@@ -3,6 +3,8 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "fake_state.hpp"
+
 #ifndef FAKE_WITHOUT_KERNELS
 #include "sim_kernels.hpp"
 #endif
@@ -26,7 +28,22 @@ void copy(const Launch& launch) {
 
 void fail(const Launch& /*launch*/) { throw std::runtime_error("it fails"); }
 
+#ifndef FAKE_WITHOUT_KERNELS
+bool is_only_the_hosts(const void* address, std::size_t /*nbytes*/) {
+  const std::lock_guard lock(state().mutex);
+  std::uintptr_t start = 0;
+  const Memory* const found = find_memory(reinterpret_cast<std::uintptr_t>(address), &start);
+  return found != nullptr && found->is_host() && start != found->device_start;
+}
+#endif
+
 }  // namespace
+
+void watch_addresses([[maybe_unused]] bool is_watching) {
+#ifndef FAKE_WITHOUT_KERNELS
+  kvtier::sim::forbid(is_watching ? is_only_the_hosts : nullptr);
+#endif
+}
 
 std::optional<Kernel> find_kernel(std::string_view name) {
   if (name == "fake_copy") return Kernel{"fake_copy", sizeof(FakeCopyArgs), 512, 0, copy};

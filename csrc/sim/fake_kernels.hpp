@@ -27,6 +27,9 @@ struct Kernel {
   std::function<void(const Launch&)> run;
 };
 
+/// Whether a kernel fails that takes the host's address of memory that has another one for devices.
+void watch_addresses(bool is_watching);
+
 std::optional<Kernel> find_kernel(std::string_view name);
 
 }  // namespace fake

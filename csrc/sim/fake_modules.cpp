@@ -160,7 +160,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
       shared_bytes > found->shared_bytes_max) {
     return api::kInvalidValue;
   }
-  if (threads > found->kernel.threads_max) return kLaunchOutOfResources;
+  if (threads > found->kernel.threads_max) return api::kLaunchOutOfResources;
   const std::int64_t count = ++state().counters.launches;
   Launch launch{.grid = {grid_x, grid_y, grid_z},
                 .block = {block_x, block_y, block_z},

@@ -31,7 +31,6 @@ constexpr int kInvalidDevice = 101;
 constexpr int kInvalidImage = 200;
 constexpr int kInvalidContext = 201;
 constexpr int kInvalidHandle = 400;
-constexpr int kLaunchOutOfResources = 701;
 constexpr int kLaunchFailed = 719;
 
 /// What a test sets, by number.

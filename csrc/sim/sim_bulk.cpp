@@ -90,6 +90,7 @@ void BulkCopies::load(void* target, const void* source, unsigned nbytes, std::ui
       reinterpret_cast<std::uintptr_t>(target) % kUnit != 0) {
     fail("a bulk load of no multiple of 16 bytes", where);
   }
+  check_access(source, kUnit, where);
   if (!find(barrier, where).is_fenced) fail("an mbarrier that no fence has shown to copies", where);
   if (seen_.empty()) seen_.assign(shared_.size(), std::byte{0xC3});
   loads_.push_back({offset, static_cast<const std::byte*>(source), nbytes, barrier, where});
@@ -103,6 +104,7 @@ void BulkCopies::store(std::uint64_t thread, void* target, const void* source, u
       reinterpret_cast<std::uintptr_t>(target) % kUnit != 0) {
     fail("a bulk store of no multiple of 16 bytes", where);
   }
+  check_access(target, kUnit, where);
   if (seen_.empty()) seen_.assign(shared_.size(), std::byte{0xC3});
   stores_.push_back(
       {thread, groups_[thread], static_cast<std::byte*>(target), offset, nbytes, false, {}, where});

@@ -1,5 +1,6 @@
 #include "sim_kernels.hpp"
 
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -14,6 +15,8 @@ constexpr int kNotFound = 500;
 constexpr std::size_t kSharedBytesMax = 227 << 10;  // of a CTA on sm_90, after opting in
 constexpr unsigned kGridMax = 0x7fffffff;
 constexpr std::size_t kArgumentAlignment = 64;
+
+std::atomic<IsForbidden> forbidden{nullptr};
 
 /// Filled while the library is loaded, then only read.
 std::vector<Kernel>& kernels() {
@@ -68,6 +71,18 @@ void run(const Kernel& kernel, const dim3& grid, const dim3& block, std::size_t 
 }
 
 }  // namespace
+
+void check_access(const void* address, std::size_t nbytes, Where where) {
+  if (reinterpret_cast<std::uintptr_t>(address) % nbytes != 0) {
+    fail("an access that is not aligned to its size", where);
+  }
+  const IsForbidden is_forbidden = forbidden.load(std::memory_order_relaxed);
+  if (is_forbidden != nullptr && is_forbidden(address, nbytes)) {
+    fail("an access to the host's own address of memory that devices have elsewhere", where);
+  }
+}
+
+void forbid(IsForbidden is_forbidden) { forbidden = is_forbidden; }
 
 Entry::Entry(const Kernel& kernel) { kernels().push_back(kernel); }
 

@@ -4,6 +4,8 @@
 #include <cerrno>
 #include <thread>
 
+#include "device_kernels.hpp"
+#include "device_staging.hpp"
 #include "device_state.hpp"
 
 namespace kvtier {
@@ -13,6 +15,7 @@ using device::MemoryKind;
 using device::Piece;
 using device::State;
 
+constexpr std::uint64_t kStagingBytesMin = 4096;
 constexpr auto kShortestSleep = std::chrono::microseconds(20);
 constexpr auto kLongestSleep = std::chrono::milliseconds(1);
 
@@ -42,7 +45,9 @@ const device::Event& event_of(const device::Work& work, std::optional<std::size_
 }  // namespace
 
 void DeviceJob::order_after(StreamHandle stream, std::optional<std::size_t> wave) const {
-  const device::Event& event = event_of(*work_, wave);
+  const device::Event* last = &event_of(*work_, wave);
+  if (!work_->pages.empty()) last = work_->pages[wave.value_or(work_->pages.size() - 1)].get();
+  const device::Event& event = *last;
   work_->state->check_alive();
   work_->state->with_context([&] { event.wait_on(work_->state->own_stream(stream)); });
 }
@@ -97,7 +102,17 @@ std::string CudaDevice::missing() {
   }
 }
 
-CudaDevice::CudaDevice(int ordinal) : state_(std::make_shared<State>(ordinal)) {}
+CudaDevice::CudaDevice(int ordinal, const DeviceOptions& options) {
+  if (options.staging_bytes < kStagingBytesMin) {
+    throw std::invalid_argument(std::to_string(options.staging_bytes) +
+                                " bytes of staging, at least " + std::to_string(kStagingBytesMin));
+  }
+  if (options.launch_items_max == 0 ||
+      options.launch_items_max > DeviceOptions{}.launch_items_max) {
+    throw std::invalid_argument(std::to_string(options.launch_items_max) + " items of a launch");
+  }
+  state_ = std::make_shared<State>(ordinal, options);
+}
 
 CudaDevice::~CudaDevice() { close(); }
 
@@ -114,7 +129,13 @@ std::pair<int, int> CudaDevice::compute_capability() const {
 }
 int CudaDevice::sm_count() const { return state()->sm_count; }
 int CudaDevice::driver_version() const { return state()->driver_version; }
+unsigned CudaDevice::sm_budget() const { return state()->options.sm_budget; }
+std::uint64_t CudaDevice::slot_bytes() const {
+  return device::Slots::slot_bytes_of(state()->options.staging_bytes);
+}
 bool CudaDevice::has_batch_copy() const { return state()->library.memcpy_batch_async != nullptr; }
+std::string CudaDevice::kernels() const { return state()->kernels->words(); }
+std::string CudaDevice::no_kernels() const { return state()->kernels->missing(); }
 std::string CudaDevice::failure() const {
   const std::lock_guard lock(mutex_);
   return state_ ? state_->failure() : "closed";
@@ -260,6 +281,32 @@ DeviceJob CudaDevice::copy(std::span<const std::uint64_t> targets,
   const cuda::Stream stream = !to_device ? state->out : !from_device ? state->into : state->within;
   return DeviceJob(
       state->enqueue(stream, engine ? &*engine : nullptr, {pieces}, cuda::SourceOrder::kStream));
+}
+
+DeviceJob CudaDevice::launch(const std::string& name, unsigned grid, unsigned block,
+                             unsigned shared_bytes, std::span<const std::byte> argument,
+                             std::optional<StreamHandle> after,
+                             std::optional<StreamHandle> stream) {
+  const auto state = this->state();
+  std::optional<cuda::Stream> engine;
+  cuda::Stream own = state->within;
+  state->with_context([&] {
+    if (after) engine = state->own_stream(*after);
+    if (stream) own = state->own_stream(*stream);
+  });
+  return DeviceJob(state->launch(own, engine ? &*engine : nullptr, [&] {
+    state->kernels->launch(name, grid, block, shared_bytes, argument, own);
+  }));
+}
+
+void CudaDevice::reserve_staging() {
+  const auto state = this->state();
+  state->check_alive();
+  const std::lock_guard lock(state->enqueue_mutex);
+  state->with_context([&] {
+    state->slots(true);
+    state->slots(false);
+  });
 }
 
 StreamHandle CudaDevice::create_stream() {

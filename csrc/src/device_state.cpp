@@ -4,6 +4,9 @@
 #include <array>
 #include <cerrno>
 
+#include "device_kernels.hpp"
+#include "device_staging.hpp"
+
 namespace kvtier::device {
 namespace {
 
@@ -65,7 +68,7 @@ double Event::seconds_since(const Event& start) const {
   return static_cast<double>(elapsed_ms) / 1e3;
 }
 
-State::State(int wanted)
+State::State(int wanted, const DeviceOptions& wanted_options)
     : library([] {
         try {
           return cuda::load();
@@ -74,6 +77,7 @@ State::State(int wanted)
         }
       }()),
       ordinal(wanted),
+      options(wanted_options),
       context(library, wanted) {
   if (context.result() != 0) {
     throw DeviceError(errno_of(context.result()),
@@ -90,14 +94,16 @@ State::State(int wanted)
     minor = attribute(cuda::kDeviceComputeCapabilityMinor, device);
     sm_count = attribute(cuda::kDeviceMultiprocessorCount, device);
     check(library.driver_get_version(&driver_version), "cuDriverGetVersion");
+    shared_bytes_max = attribute(cuda::kDeviceMaxSharedBytesPerBlockOptIn, device);
     try {
-      for (cuda::Stream* const stream : {&out, &into, &within}) {
+      for (cuda::Stream* const stream : {&out, &into, &within, &out_kernels, &into_kernels}) {
         check(library.stream_create(stream, cuda::kNonBlocking), "cuStreamCreate");
+        own_streams_.push_back(*stream);
       }
+      kernels = std::make_unique<Kernels>(*this, options.kernels);
+      tables = std::make_unique<Tables>(*this);
     } catch (...) {  // there will be no destructor
-      for (const cuda::Stream stream : {out, into, within}) {
-        if (stream != nullptr) library.stream_destroy(stream);
-      }
+      for (const cuda::Stream stream : own_streams_) library.stream_destroy(stream);
       throw;
     }
   });
@@ -106,11 +112,12 @@ State::State(int wanted)
 State::~State() {
   if (!failure().empty()) return;  // what a lost context had is gone with it
   const cuda::CurrentContext current(library, context.get());
-  for (const cuda::Stream stream : {out, into, within}) {
-    if (stream == nullptr) continue;
-    library.stream_synchronize(stream);
-    library.stream_destroy(stream);
-  }
+  for (const cuda::Stream stream : own_streams_) library.stream_synchronize(stream);
+  out_slots_.reset();
+  into_slots_.reset();
+  tables.reset();
+  kernels->unload();
+  for (const cuda::Stream stream : own_streams_) library.stream_destroy(stream);
   for (const StreamHandle stream : streams) {
     library.stream_destroy(reinterpret_cast<cuda::Stream>(stream));
   }
@@ -230,7 +237,7 @@ std::shared_ptr<Work> State::enqueue(cuda::Stream stream, const cuda::Stream* af
     for (const Piece& piece : wave) nbytes += piece.nbytes;
   }
   auto work = std::make_shared<Work>(shared_from_this(), nbytes);
-  const std::lock_guard lock(enqueue_mutex_);
+  const std::lock_guard lock(enqueue_mutex);
   with_context([&] {
     try {
       work->start = std::make_unique<Event>(shared_from_this());
@@ -251,6 +258,46 @@ std::shared_ptr<Work> State::enqueue(cuda::Stream stream, const cuda::Stream* af
     }
   });
   return work;
+}
+
+std::shared_ptr<Work> State::launch(cuda::Stream stream, const cuda::Stream* after,
+                                    const std::function<void()>& launch) {
+  check_alive();
+  auto work = std::make_shared<Work>(shared_from_this(), 0);
+  const std::lock_guard lock(enqueue_mutex);
+  with_context([&] {
+    work->start = std::make_unique<Event>(shared_from_this());
+    auto end = std::make_unique<Event>(shared_from_this());
+    if (after != nullptr) {
+      Event engine(shared_from_this());
+      engine.record(*after);
+      engine.wait_on(stream);
+    }
+    work->start->record(stream);
+    launch();
+    work->waves.push_back(std::move(end));
+    work->waves.back()->record(stream);
+  });
+  return work;
+}
+
+Slots& State::slots(bool is_gather) {
+  std::unique_ptr<Slots>& slots = is_gather ? out_slots_ : into_slots_;
+  if (!slots) slots = std::make_unique<Slots>(*this, options.staging_bytes);
+  return *slots;
+}
+
+std::uint64_t State::device_address(std::uint64_t address, MemoryKind kind) const {
+  if (kind != MemoryKind::kHost) return address;
+  cuda::Address found = 0;
+  const cuda::Result result =
+      library.host_get_device_pointer(&found, reinterpret_cast<void*>(address), 0);
+  if (result != cuda::kOk && !cuda::is_sticky(result)) {
+    throw std::invalid_argument("host memory at " + hex(address) +
+                                " is page-locked but not mapped for kernels");
+  }
+  check(result, "cuMemHostGetDevicePointer");
+  return found;
 }
 
 void State::copy_batch(cuda::Stream stream, std::span<const Piece> pieces,
@@ -288,7 +335,7 @@ void State::copy_batch(cuda::Stream stream, std::span<const Piece> pieces,
 
 void State::drain() const {
   const cuda::CurrentContext current(library, context.get());
-  for (const cuda::Stream stream : {out, into, within}) library.stream_synchronize(stream);
+  for (const cuda::Stream stream : own_streams_) library.stream_synchronize(stream);
 }
 
 }  // namespace kvtier::device

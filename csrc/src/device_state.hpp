@@ -26,7 +26,10 @@ struct Piece {
 
 enum class MemoryKind { kDevice, kHost, kManaged, kUnpinned };
 
+class Kernels;
+class Slots;
 class State;
+class Tables;
 
 /// An event, destroyed with its owner.
 class Event {
@@ -46,8 +49,7 @@ class Event {
   cuda::Event event_ = nullptr;
 };
 
-/// A job's events: one before the first wave, one after each. Waves follow each other on one
-/// stream.
+/// A job's events: one before the first wave, one after each. Waves follow each other.
 class Work {
  public:
   Work(std::shared_ptr<State> state, std::uint64_t nbytes)
@@ -57,11 +59,13 @@ class Work {
   const std::uint64_t nbytes;
   std::unique_ptr<Event> start;
   std::vector<std::unique_ptr<Event>> waves;
+  /// When the pages of each wave have been read, where that is before its bytes are in place.
+  std::vector<std::unique_ptr<Event>> pages;
 };
 
 class State : public std::enable_shared_from_this<State> {
  public:
-  explicit State(int ordinal);
+  State(int ordinal, const DeviceOptions& options);
   ~State();
   State(const State&) = delete;
   State& operator=(const State&) = delete;
@@ -80,24 +84,46 @@ class State : public std::enable_shared_from_this<State> {
   /// @throws std::invalid_argument a part of it is of another kind, or of another device
   MemoryKind kind_of(std::uint64_t address, std::uint64_t nbytes) const;
 
+  /// A device's own address of page-locked host memory; other memory has just one.
+  ///
+  /// @throws std::invalid_argument kernels cannot use it
+  std::uint64_t device_address(std::uint64_t address, MemoryKind kind) const;
+
   /// Put waves of pieces on `stream`, after what is on `after` now.
   std::shared_ptr<Work> enqueue(cuda::Stream stream, const cuda::Stream* after,
                                 const std::vector<std::vector<Piece>>& waves,
                                 cuda::SourceOrder order);
+  /// Launch a kernel on `stream`, after what is on `after` now.
+  std::shared_ptr<Work> launch(cuda::Stream stream, const cuda::Stream* after,
+                               const std::function<void()>& launch);
   /// Wait until nothing of ours is on the device.
   void drain() const;
 
+  /// Staging of one direction, taken at its first use. With the context current and the lock held.
+  Slots& slots(bool is_gather);
+  void copy_batch(cuda::Stream stream, std::span<const Piece> pieces, cuda::SourceOrder order);
+
   const cuda::Library library;
   const int ordinal;
+  const DeviceOptions options;
   const cuda::PrimaryContext context;
   std::string name;
   int major = 0;
   int minor = 0;
   int sm_count = 0;
   int driver_version = 0;
+  int shared_bytes_max = 0;  // of a CTA, with an opt-in
+  // Of copy engines:
   cuda::Stream out = nullptr;     // device to host
   cuda::Stream into = nullptr;    // host to device
   cuda::Stream within = nullptr;  // device to device
+  // Of kernels, whose copies are of one direction and pass through no other stream:
+  cuda::Stream out_kernels = nullptr;   // pages are read
+  cuda::Stream into_kernels = nullptr;  // pages are written
+  std::unique_ptr<Kernels> kernels;
+  std::unique_ptr<Tables> tables;  // guarded by enqueue_mutex
+
+  std::mutex enqueue_mutex;  // a job's waves follow each other on their streams
 
   std::mutex mutex;                                   // guards what follows
   std::map<std::uint64_t, std::uint64_t> registered;  // address -> bytes
@@ -106,12 +132,13 @@ class State : public std::enable_shared_from_this<State> {
   std::set<StreamHandle> streams;
 
  private:
-  void copy_batch(cuda::Stream stream, std::span<const Piece> pieces, cuda::SourceOrder order);
   int attribute(int which, cuda::Device device) const;
 
+  std::vector<cuda::Stream> own_streams_;
+  std::unique_ptr<Slots> out_slots_;
+  std::unique_ptr<Slots> into_slots_;
   mutable std::mutex failure_mutex_;
   mutable std::string failure_;
-  std::mutex enqueue_mutex_;  // a job's waves follow each other on their stream
 };
 
 }  // namespace kvtier::device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from kvtier import (
     Space,
 )
 from kvtier._core import CudaDevice
+from kvtier.backends import cuda_paths
+from kvtier.backends.cuda_pages import CudaCopies
 
 LAYERS, PAGE_TOKENS, PAGES, PAGE_BYTES = 6, 16, 64, 512
 LAYOUT = KvLayout.opaque(
@@ -88,10 +91,19 @@ def make(tier: KVTier, engine: Engine) -> Space:
     return tier.attach(Namespace(model="m"), LAYOUT, engine.kv)
 
 
+@pytest.fixture(params=["dma", "staged", "direct", "staged_bulk", "direct_bulk"])
+def path(request: pytest.FixtureRequest, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every way there is, one after the other."""
+    monkeypatch.setenv("KVTIER_CUDA_PATH", request.param)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("version", [12080, 12020], ids=["batches", "one by one"])
-@pytest.mark.parametrize("seed", range(3))
-def test_kv_comes_back_from_memory(cuda: FakeCuda, joined: bool, version: int, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_kv_comes_back_from_memory(
+    cuda: FakeCuda, path: str, joined: bool, version: int, seed: int
+) -> None:
     cuda.set(Setting.DRIVER_VERSION, version)
     cuda.set(Setting.SEED, seed)
     device = CudaDevice(0)
@@ -114,8 +126,8 @@ def test_kv_comes_back_from_memory(cuda: FakeCuda, joined: bool, version: int, s
     device.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_copies_keep_the_order_of_the_engines_stream(cuda: FakeCuda, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_copies_keep_the_order_of_the_engines_stream(cuda: FakeCuda, path: str, seed: int) -> None:
     """The engine computes late and goes on at once: what is stored is what was computed between."""
     cuda.set(Setting.SEED, seed)
     cuda.set(Setting.DELAY_MAX_US, 3000)
@@ -163,14 +175,14 @@ def test_neighbours_go_in_one_piece(cuda: FakeCuda) -> None:
     device.close()
 
 
-def test_a_sticky_error_leaves_the_engine_to_recompute(cuda: FakeCuda) -> None:
+def test_a_sticky_error_leaves_the_engine_to_recompute(cuda: FakeCuda, path: str) -> None:
     device = CudaDevice(0)
     engine = Engine(cuda, device)
     with KVTier.open(TIERS) as tier:
         space = make(tier, engine)
         tier.store(space, PROMPT, range(20))
         hit = tier.lookup(space, PROMPT)
-        cuda.fail(Call.COPY_RUN, 700, is_lasting=True)
+        cuda.fail(Call.KERNEL_RUN if "direct" in path else Call.COPY_RUN, 700)
         result = tier.load(hit, range(30, 50)).wait()
         assert result is not None
         assert result.tokens == 0
@@ -234,6 +246,84 @@ def test_what_is_missing_is_said(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="no CUDA driver") as found:
         CudaDevice(0)
     assert found.value.errno == errno.ENODEV
+
+
+def test_what_is_asked_for_is_one_of_what_there_is(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = CudaDevice(0)
+    engine = Engine(cuda, device)
+    for name, value, words in [
+        ("KVTIER_CUDA", "on", "expected one of auto, off, jit"),
+        ("KVTIER_CUDA_CTAS", "many", "KVTIER_CUDA_CTAS is 'many'"),
+        ("KVTIER_CUDA_CTAS", "5000", "expected 1 to 1024"),
+        ("KVTIER_CUDA_PATH", "fast", "expected auto or one of dma, staged, direct"),
+    ]:
+        with KVTier.open(TIERS) as tier, monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            with pytest.raises(BackendUnavailable, match=words):
+                make(tier, engine)
+    device.close()
+
+
+def test_where_staging_finds_no_memory_another_way_is_taken(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVTIER_CUDA_PATH", "auto")
+    device = CudaDevice(0)
+    engine = Engine(cuda, device)
+    costs = {"staged": 1e-12, "direct": 2e-12, "dma": 9e-12}
+    keep_costs(device, costs, costs)
+    with KVTier.open(TIERS) as tier:
+        cuda.set(Setting.MEMORY_BYTES, 32 << 20)
+        space = make(tier, engine)
+        assert isinstance(space.copies, CudaCopies)
+        assert space.copies.gather_way.path == space.copies.scatter_way.path == "direct"
+        assert tier.store(space, PROMPT, range(20)).stored_tokens == len(PROMPT)
+    device.close()
+
+
+# What ways cost ----------------------------------------------------------------------------------
+
+
+def keep_costs(device: CudaDevice, gather: dict[str, float], scatter: dict[str, float]) -> None:
+    """As if they had been measured; the same for all run sizes."""
+    sizes = len(cuda_paths.RUN_SIZES)
+    sides = [{way: (cost,) * sizes for way, cost in each.items()} for each in (gather, scatter)]
+    cuda_paths.write(cuda_paths._file_of(device), cuda_paths.Costs(cuda_paths.VERSION, *sides))
+
+
+def test_what_was_measured_is_kept_and_decides(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVTIER_CUDA_PATH", "auto")
+    monkeypatch.setattr(cuda_paths, "measure", lambda device: cuda_paths_measure(device, 16384))
+    device = CudaDevice(0)
+    engine = Engine(cuda, device)
+    costs = cuda_paths.costs_of(device)
+    assert set(costs.gather) == set(costs.scatter) == {"dma", "staged", "direct", "staged_bulk"}
+    (file,) = (tmp_path / "kvtier").iterdir()
+    kept = file.read_bytes()
+    cuda.fail(Call.MEMORY_ALLOCATE, 2, count=100)  # it would need memory to measure again
+    assert cuda_paths.costs_of(device) == costs
+    cuda.fail(Call.MEMORY_ALLOCATE, 0, count=0)
+    for damaged in (b"", kept[:-1], kept.replace(b'"version":1', b'"version":2'), b'{"a":1}'):
+        file.write_bytes(damaged)
+        cuda_paths.costs_of(device)
+        assert len(file.read_bytes()) > len(damaged) // 2
+    keep_costs(device, {"dma": 2e-12, "direct": 1e-12}, {"dma": 1.1e-12, "staged": 1e-12})
+    with KVTier.open(TIERS) as tier:
+        space = make(tier, engine)
+        assert isinstance(space.copies, CudaCopies)
+        assert space.copies.gather_way == ("direct", False)
+        assert space.copies.scatter_way == ("dma", False)  # little is gained by the kernel
+        assert tier.store(space, PROMPT, range(20)).stored_tokens == len(PROMPT)
+    device.close()
+
+
+cuda_paths_measure = cuda_paths.measure
 
 
 @pytest.mark.parametrize("op", [Op.READ, Op.WRITE])

@@ -53,6 +53,12 @@ class CopyPlan {
   /// What is copied as one piece of each plane.
   std::uint64_t run_bytes() const { return run_bytes_; }
   std::uint64_t plane_address(std::uint64_t plane) const { return planes_[plane].address; }
+  std::uint64_t page_stride() const { return page_stride_; }
+  // Of what is copied as one piece: rows of columns of runs.
+  std::uint64_t rows() const { return rows_; }
+  std::uint64_t row_stride() const { return row_stride_; }
+  std::uint64_t cols() const { return cols_; }
+  std::uint64_t col_stride() const { return col_stride_; }
   /// From the first byte of the first page to the last byte of the last one, in each plane.
   std::uint64_t extent_bytes() const;
 

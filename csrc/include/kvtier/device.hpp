@@ -1,5 +1,5 @@
-// One CUDA device: pinned and registered host memory, copies by its copy engines, and what is under
-// way on its streams.
+// One CUDA device: pinned and registered host memory, copies, kernels, and what is under way on its
+// streams.
 //
 // No CUDA is needed to build: the driver is found when the program runs (shim/cuda.hpp).
 #pragma once
@@ -64,6 +64,23 @@ class DeviceJob {
   std::shared_ptr<device::Work> work_;
 };
 
+/// Where kernels come from.
+enum class KernelMode { kAuto, kJit };  // built in, else compiled here; always compiled here
+
+/// How a device is used.
+struct DeviceOptions {
+  KernelMode kernels = KernelMode::kAuto;
+  /// Device memory in which kernels and copy engines hand bytes to each other, of each direction;
+  /// taken when it is first needed.
+  std::uint64_t staging_bytes = std::uint64_t{64} << 20;
+  /// CTAs of a copy kernel, so that it leaves the device to the engine. 0: 4 where bytes cross the
+  /// bus, which that many fill; 8 otherwise.
+  unsigned sm_budget = 0;
+  /// Vectors (or bulk copies) of one launch: divisions are exact up to it. Less than that is for
+  /// tests.
+  std::uint64_t launch_items_max = (std::uint64_t{1} << 31) - 1;
+};
+
 /// One device, opened. Any thread. Its context is the primary one, as the CUDA runtime's and
 /// torch's.
 class CudaDevice {
@@ -73,7 +90,8 @@ class CudaDevice {
   static std::string missing();
 
   /// @throws DeviceError there is no driver or no such device, or it does not start
-  explicit CudaDevice(int ordinal);
+  /// @throws std::invalid_argument the staging is too small
+  explicit CudaDevice(int ordinal, const DeviceOptions& options = {});
   ~CudaDevice();
   CudaDevice(const CudaDevice&) = delete;
   CudaDevice& operator=(const CudaDevice&) = delete;
@@ -83,7 +101,13 @@ class CudaDevice {
   std::pair<int, int> compute_capability() const;
   int sm_count() const;
   int driver_version() const;
+  unsigned sm_budget() const;
+  /// What a plane of a page may have at most for kernels to copy it.
+  std::uint64_t slot_bytes() const;
   bool has_batch_copy() const;
+  /// Which kernels it runs, such as "cubin sm_90"; empty if none, and then why.
+  std::string kernels() const;
+  std::string no_kernels() const;
   /// The error that ended the device for this process; empty while it lives.
   std::string failure() const;
 
@@ -114,6 +138,20 @@ class CudaDevice {
   /// @throws DeviceError it has failed; nothing is touched any more
   DeviceJob copy(std::span<const std::uint64_t> targets, std::span<const std::uint64_t> sources,
                  std::span<const std::uint64_t> lengths, std::optional<StreamHandle> after);
+
+  /// Launch one of kvtier's kernels with the bytes of its argument. With `after`, when that stream
+  /// has done what is on it now; on `stream`, else on one of the device's own.
+  ///
+  /// What the argument points to is the caller's to keep and to have checked.
+  ///
+  /// @throws std::invalid_argument there is no such kernel, or the launch has no such shape
+  /// @throws DeviceError it has failed
+  DeviceJob launch(const std::string& name, unsigned grid, unsigned block, unsigned shared_bytes,
+                   std::span<const std::byte> argument, std::optional<StreamHandle> after,
+                   std::optional<StreamHandle> stream);
+
+  /// Take the staging memory of both directions now. @throws DeviceError there is not so much
+  void reserve_staging();
 
   /// Streams such as an engine would have; for calibration and tests.
   StreamHandle create_stream();
