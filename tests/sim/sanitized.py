@@ -38,10 +38,10 @@ def run_all(make: Callable[[], SimMachine]) -> None:
         shape = Shape(1, 6, 4, 3, 528)
         bulk = dataclasses.replace(case, shape=shape, vector_bytes=0, seed=number)
         copies.check(make(), bulk)
-    for number, case in enumerate(quantised.CASES):
+    for number, tiles in enumerate(quantised.CASES):
         element = list(Element)[number % len(Element)]
-        quantised.check_tiles(make(), case, element, 1)
-        quantised.check_values(make(), case, element, 1)
+        quantised.check_tiles(make(), tiles, element, 1)
+        quantised.check_values(make(), tiles, element, 1)
     for number, (shift, is_neox) in enumerate(itertools.product(shifted.CASES, (False, True))):
         shifted.check_shift(make(), shift, list(Element)[number % 3], is_neox, number % 2 == 1)
     for number, hot in enumerate(hot_buffers.CASES):
