@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,45 +11,10 @@ from layouts import LAYOUTS, Bytes, Paged, Shape, allocator
 from machine import Machine
 from numpy.lib.stride_tricks import as_strided
 
+from kvtier.backends.cuda_arguments import CopyArgs, FastDiv
+
 BULK_SLOTS = 4  # as csrc/cuda/bulk_shape.h
 BULK_UNIT = 128
-
-
-class FastDiv(ctypes.Structure):
-    """As csrc/cuda/types.h."""
-
-    _fields_ = (
-        ("divisor", ctypes.c_uint32),
-        ("multiplier", ctypes.c_uint32),
-        ("shift", ctypes.c_uint32),
-    )
-
-    @classmethod
-    def by(cls, divisor: int) -> FastDiv:
-        if divisor == 1:
-            return cls(1, 0, 0)
-        log2_up = (divisor - 1).bit_length()
-        return cls(divisor, -(-(1 << (31 + log2_up)) // divisor), log2_up - 1)
-
-
-class CopyArgs(ctypes.Structure):
-    """As csrc/cuda/types.h."""
-
-    _fields_ = (
-        ("planes", ctypes.c_uint64),
-        ("pages", ctypes.c_uint64),
-        ("row_stride", ctypes.c_int64),
-        ("col_stride", ctypes.c_int64),
-        ("stored_plane_stride", ctypes.c_int64),
-        ("stored_row_stride", ctypes.c_int64),
-        ("stored_col_stride", ctypes.c_int64),
-        ("total", ctypes.c_uint32),
-        ("run_bytes", ctypes.c_uint32),
-        ("vectors", FastDiv),
-        ("cols", FastDiv),
-        ("rows", FastDiv),
-        ("plane_count", FastDiv),
-    )
 
 
 @dataclass(frozen=True)
@@ -83,14 +47,20 @@ class Stored:
     view: Bytes
 
 
-def check(machine: Machine, case: Case) -> None:
-    """Gather, then scatter, and compare every byte of all memory with numpy's."""
-    _Run(machine, case, np.random.default_rng(case.seed)).check()
+def check(machine: Machine, case: Case, *, shared_bytes: int | None = None) -> None:
+    """Gather, then scatter, and compare every byte of all memory with numpy's.
+
+    `shared_bytes` are what bulk kernels get, by default what the case needs.
+    """
+    _Run(machine, case, np.random.default_rng(case.seed), shared_bytes).check()
 
 
 class _Run:
-    def __init__(self, machine: Machine, case: Case, rng: np.random.Generator) -> None:
+    def __init__(
+        self, machine: Machine, case: Case, rng: np.random.Generator, shared_bytes: int | None
+    ) -> None:
         self._machine, self._case, self._rng = machine, case, rng
+        self._shared_bytes = shared_bytes
 
     def check(self) -> None:
         for is_gather in (True, False):
@@ -189,17 +159,19 @@ class _Run:
             stored_col_stride=stored_col,
             total=vectors * cols * rows * len(planes) * len(pages),
             run_bytes=run,
-            vectors=FastDiv.by(vectors),
-            cols=FastDiv.by(cols),
-            rows=FastDiv.by(rows),
-            plane_count=FastDiv.by(len(planes)),
+            vectors=FastDiv(vectors),
+            cols=FastDiv(cols),
+            rows=FastDiv(rows),
+            plane_count=FastDiv(len(planes)),
         )
         shared_bytes = 0
         kind = "gather" if is_gather else "scatter"
         name = f"kvtier_{kind}_v{case.vector_bytes}"
         if case.vector_bytes == 0:
             name = f"kvtier_bulk_{kind}"
-            shared_bytes = bulk_shared_bytes(case.block // 32, case.slot_bytes)
+            shared_bytes = self._shared_bytes or bulk_shared_bytes(
+                case.block // 32, case.slot_bytes
+            )
         self._machine.launch(name, case.grid, case.block, shared_bytes, bytes(arguments))
 
     def _expect(self, planes: list[Bytes], wave: list[Stored], is_gather: bool) -> None:
