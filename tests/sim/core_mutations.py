@@ -187,7 +187,7 @@ class _Bench:
             path.write_text(original)
 
     def passes(self) -> bool:
-        command = [self._python, "-P", "-m", "pytest", "-q", "-x", *TESTS]
+        command: list[str | Path] = [self._python, "-P", "-m", "pytest", "-q", "-x", *TESTS]
         environment = {**os.environ, "PYTHONPATH": str(self._site)}
         run = subprocess.run(
             command,
@@ -212,7 +212,7 @@ class _Bench:
             "--no-deps",
         ]
         subprocess.run(
-            [*command, "--target", self._site, "."],
+            [*command, "--target", str(self._site), "."],
             cwd=self._tree,
             check=True,
             env={**os.environ, "KVTIER_CUBINS": "90"},
