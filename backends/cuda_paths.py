@@ -129,11 +129,15 @@ def costs_of(device: CudaDevice) -> Costs:
 
 
 def ways_open(device: CudaDevice) -> list[Way]:
-    """The ways that there are on a device."""
+    """The ways among which is chosen on a device.
+
+    Bulk copies of host memory are not among them, only to be had by their name: on some machine
+    they may be an error, which would take the engine's context with it.
+    """
+    if not device.kernels:
+        return [DMA]
     has_bulk = device.compute_capability >= BULK_CAPABILITY
-    return [
-        way for way in WAYS.values() if way is DMA or (device.kernels and way.is_bulk <= has_bulk)
-    ]
+    return [way for way in WAYS.values() if not way.is_bulk or (has_bulk and way.path != "direct")]
 
 
 def measure(device: CudaDevice, sample_bytes: int = SAMPLE_BYTES) -> Costs:

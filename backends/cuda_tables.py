@@ -64,8 +64,8 @@ class DeviceTables:
                 dense = np.ascontiguousarray(table)
                 ctypes.memmove(buffer.host + offset, dense.ctypes.data, dense.nbytes)
             if end:
-                whole = [np.array([each], np.uint64) for each in (buffer.device, buffer.host, end)]
-                buffer.copied = self._device.copy(*whole)
+                target, source, size = np.array([[buffer.device], [buffer.host], [end]], np.uint64)
+                buffer.copied = self._device.copy(target, source, size)
                 buffer.copied.order_after(self._stream)
         except OSError:
             self.give_back(buffer)

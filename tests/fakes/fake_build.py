@@ -29,9 +29,18 @@ def build(name: str, sources: tuple[Path, ...], options: tuple[str, ...] = FAST)
     Definitions among the options are for the last source alone, so that libraries share objects.
     Safe when several processes build at once: a finished file takes its place in one step.
     """
-    compiler = os.environ.get("CXX", "c++")
-    common = [option for option in options if not option.startswith("-D")]
-    flags = [compiler, *OPTIONS, f"-I{SIMULATOR}", f"-I{ROOT / 'csrc' / 'cuda'}", *common]
+    built = objects(sources, options)
+    flags = _flags(options)
+    target = CACHE / f"lib{name}-{_digest([*flags, *built], [])}.so"
+    library = _made(target, [*flags, "-shared", *built])
+    _trim()
+    return library
+
+
+@functools.cache
+def objects(sources: tuple[Path, ...], options: tuple[str, ...] = FAST) -> tuple[Path, ...]:
+    """The object of each source, as for `build`."""
+    flags = _flags(options)
     CACHE.mkdir(parents=True, exist_ok=True)
     seed = _digest(flags, _included())
     defined = [option for option in options if option.startswith("-D")]
@@ -42,11 +51,18 @@ def build(name: str, sources: tuple[Path, ...], options: tuple[str, ...] = FAST)
         return _made(target, [*own, "-c", source])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compiled, sources))
-    target = CACHE / f"lib{name}-{_digest([*flags, *objects], [])}.so"
-    library = _made(target, [*flags, "-shared", *objects])
-    _trim()
-    return library
+        return tuple(pool.map(compiled, sources))
+
+
+def compiler() -> str:
+    """The C++ compiler."""
+    return os.environ.get("CXX", "c++")
+
+
+def _flags(options: Sequence[str]) -> list[str]:
+    common = [option for option in options if not option.startswith("-D")]
+    folders = [f"-I{SIMULATOR}", f"-I{ROOT / 'csrc' / 'cuda'}"]
+    return [compiler(), *OPTIONS, *folders, *common]
 
 
 def _included() -> list[Path]:

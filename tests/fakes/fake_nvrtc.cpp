@@ -19,6 +19,7 @@ constexpr std::array kArchitectures = {90, 80, 121};
 std::atomic<int> minor_version{9};
 std::atomic<int> compile_count{0};
 std::atomic<bool> is_failing{false};
+std::atomic<bool> is_for_fake_cuda{false};
 
 int copy_text(const std::string& text, char* target) {
   std::memcpy(target, text.c_str(), text.size() + 1);
@@ -35,7 +36,10 @@ void fake_nvrtc_reset() {
   minor_version = 9;
   compile_count = 0;
   is_failing = false;
+  is_for_fake_cuda = false;
 }
+/// Make images that the stand-in for libcuda loads.
+void fake_nvrtc_serve_fake_cuda() { is_for_fake_cuda = true; }
 void fake_nvrtc_set_minor(int minor) { minor_version = minor; }
 void fake_nvrtc_fail() { is_failing = true; }
 int fake_nvrtc_compiles() { return compile_count; }
@@ -80,6 +84,7 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
     program->log = "kernels.cu(1): error: planted";
     return kCompilation;
   }
+  if (is_for_fake_cuda) program->image = "kvtier-sim\n";
   for (int i = 0; i < count; ++i) program->image += std::string(options[i]) + "\n";
   program->image += program->given;
   return 0;
@@ -101,7 +106,9 @@ int nvrtcGetPTXSize(Program* program, std::size_t* nbytes) {
   *nbytes = program->image.size() + 5;
   return 0;
 }
-int nvrtcGetPTX(Program* program, char* ptx) { return copy_text("PTX\n" + program->image, ptx); }
+int nvrtcGetPTX(Program* program, char* ptx) {
+  return copy_text(is_for_fake_cuda ? program->image + "PTX\n" : "PTX\n" + program->image, ptx);
+}
 
 const char* nvrtcGetErrorString(int result) {
   return result == kCompilation ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR";

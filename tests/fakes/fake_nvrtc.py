@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import functools
-import os
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 
+import fake_build
 import pytest
 
 
-@functools.cache
 def build() -> Path:
-    """The library, compiled once for each process of tests."""
-    folder = tempfile.mkdtemp(prefix="kvtier-fake-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    library = Path(folder) / "libfakenvrtc.so"
-    options = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-    source = Path(__file__).with_suffix(".cpp")
-    compiler = os.environ.get("CXX", "c++")
-    subprocess.run([compiler, *options, source, "-o", library], check=True)
-    return library
+    """The library."""
+    return fake_build.build("fakenvrtc", (Path(__file__).with_suffix(".cpp"),))
 
 
 class FakeNvrtc:
@@ -42,6 +29,10 @@ class FakeNvrtc:
     def set_minor(self, version: int) -> None:
         """Be NVRTC 12.`version`."""
         self._library.fake_nvrtc_set_minor(version)
+
+    def serve_fake_cuda(self) -> None:
+        """Make images that the stand-in for libcuda loads."""
+        self._library.fake_nvrtc_serve_fake_cuda()
 
     def fail(self) -> None:
         """Find an error in every source."""

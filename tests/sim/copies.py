@@ -47,14 +47,20 @@ class Stored:
     view: Bytes
 
 
-def check(machine: Machine, case: Case) -> None:
-    """Gather, then scatter, and compare every byte of all memory with numpy's."""
-    _Run(machine, case, np.random.default_rng(case.seed)).check()
+def check(machine: Machine, case: Case, *, shared_bytes: int | None = None) -> None:
+    """Gather, then scatter, and compare every byte of all memory with numpy's.
+
+    `shared_bytes` are what bulk kernels get, by default what the case needs.
+    """
+    _Run(machine, case, np.random.default_rng(case.seed), shared_bytes).check()
 
 
 class _Run:
-    def __init__(self, machine: Machine, case: Case, rng: np.random.Generator) -> None:
+    def __init__(
+        self, machine: Machine, case: Case, rng: np.random.Generator, shared_bytes: int | None
+    ) -> None:
         self._machine, self._case, self._rng = machine, case, rng
+        self._shared_bytes = shared_bytes
 
     def check(self) -> None:
         for is_gather in (True, False):
@@ -163,7 +169,9 @@ class _Run:
         name = f"kvtier_{kind}_v{case.vector_bytes}"
         if case.vector_bytes == 0:
             name = f"kvtier_bulk_{kind}"
-            shared_bytes = bulk_shared_bytes(case.block // 32, case.slot_bytes)
+            shared_bytes = self._shared_bytes or bulk_shared_bytes(
+                case.block // 32, case.slot_bytes
+            )
         self._machine.launch(name, case.grid, case.block, shared_bytes, bytes(arguments))
 
     def _expect(self, planes: list[Bytes], wave: list[Stored], is_gather: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +67,7 @@ class _Buffer:
         written = [self.top_slots, self.missing_tokens, self.missing_slots, self.missing_counts]
         for each in written:
             each.fill(UNWRITTEN)
-        arrays = [top_tokens, self.slot_tokens, self.order, *written]
+        arrays: list[npt.NDArray[Any]] = [top_tokens, self.slot_tokens, self.order, *written]
         addresses = [machine.put(each) for each in arrays]
         arguments = HotArgs(
             *addresses,
@@ -87,6 +88,7 @@ class _Buffer:
         """What the request's part became."""
         assert self.top_slots[request].tolist() == step.top_slots
         count = int(self.missing_counts[request])
+        assert count == len(step.missing)
         tokens = self.missing_tokens[request, :count].tolist()
         slots = self.missing_slots[request, :count].tolist()
         assert list(zip(tokens, slots, strict=True)) == step.missing

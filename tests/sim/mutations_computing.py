@@ -1,34 +1,27 @@
 """Faults to plant into the kernels that compute: each barrier, exchange, bound and rounding once.
 
-Each is a file of `csrc/cuda`, words that stand in it once, and what stands there in their place; and
-the test module that has to fail.
+Not here is what changes no byte: a pair of parameters is stored by every thread that has it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One change of the source."""
-
-    file: str
-    before: str
-    after: str
-    tests: str
+from mutations import Fault
 
 
 def _hot(before: str, after: str) -> Fault:
-    return Fault("hot.cu", before, after, "test_hot.py")
+    return Fault("hot.cu", before, after, "hot_steps")
+
+
+def _rows(before: str, after: str) -> Fault:
+    return Fault("hot.cu", before, after, "hot_rows")
 
 
 def _rope(before: str, after: str) -> Fault:
-    return Fault("rope.cu", before, after, "test_rope.py")
+    return Fault("rope.cu", before, after, "rope")
 
 
 def _quantise(file: str, before: str, after: str) -> Fault:
-    return Fault(file, before, after, "test_quantise.py")
+    return Fault(file, before, after, "quantise")
 
 
 _BARRIER = "  __syncthreads();\n"
@@ -48,11 +41,7 @@ FAULTS = [
     ),
     _hot("__syncthreads();  // as above; and all values are slots after the last round", ""),
     # hot.cu: atomics, bounds, order
-    _hot(
-        "const std::int32_t held = atomicCAS(&tokens[place], kNoToken, token);",
-        "const std::int32_t held = tokens[place];\n"
-        "      if (held == kNoToken) tokens[place] = token;",
-    ),
+    _hot("if (held == kNoToken || held == token) return place;", "return place;"),
     _hot(
         "atomicMin(&table.values[table.insert(token)], i);",
         "table.values[table.insert(token)] = i;",
@@ -64,10 +53,7 @@ FAULTS = [
     _hot("if (i < warp) before += count;", "if (i <= warp) before += count;"),
     _hot("(1u << threadIdx.x % 32) - 1", "(2u << threadIdx.x % 32) - 1"),
     _hot("if (token >= 0) place = table.find(token);", "place = table.find(token);"),
-    _hot(
-        "for (std::uint32_t i = thread; i < table.size; i += threads)",
-        "for (std::uint32_t i = thread; i < table.size - 1; i += threads)",
-    ),
+    _hot("table.values[i] = kIsSlot - 1;", "table.values[i] = 0;"),
     _hot(
         "__ballot_sync(kAllLanes, i < capacity && !is_found)", "__ballot_sync(kAllLanes, !is_found)"
     ),
@@ -80,14 +66,14 @@ FAULTS = [
         "if (thread == 0) arguments.missing_counts",
         "if (thread == 0 && missing.all) arguments.missing_counts",
     ),
-    _hot("if (part >= arguments.part_count) continue;", ""),
-    _hot(
+    _rows("if (part >= arguments.part_count) continue;", ""),
+    _rows(
         "next -= count;",
         "next = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;\n    if (request == 1) break;",
     ),
-    _hot("vector < vectors ? vector : base", "vector"),
-    _hot("if (base + 32 * i < vectors) to[", "to["),
-    _hot(
+    Fault("hot.cu", "vector < vectors ? vector : base", "vector", "hot_rows", is_sanitized=True),
+    _rows("if (base + 32 * i < vectors) to[", "to["),
+    _rows(
         "base < vectors; base += 32 * kRowVectorsInFlight",
         "base < vectors && base < 128; base += 32 * kRowVectorsInFlight",
     ),
@@ -103,14 +89,21 @@ FAULTS = [
     _rope(
         "place.inside[i] = octets[i] < arguments.run_elements / kOctet;", "place.inside[i] = true;"
     ),
-    _rope("pieces[i].inside[j] = pieces[i].inside[j] && inside;", ""),
+    _rope("pieces[i].inside[j] = pieces[i].inside[j] && inside;", "(void)inside;"),
     _rope("arguments.page_units == nullptr ? 0 : arguments.page_units[page]", "0"),
     _rope("is_split ? piece + rotated", "is_split ? piece + rotated / 2"),
-    _rope(
-        "arguments.is_from_stored ? pieces[i].stored[j] : pieces[i].paged[j]", "pieces[i].paged[j]"
-    ),
-    _rope("float(&half)[kOctet] = j < 2 ? a : b;", "float(&half)[kOctet] = j < 1 ? a : b;"),
+    _rope("arguments.is_from_stored ? pieces[i].stored[j]", "false ? pieces[i].stored[j]"),
+    _rope("float (&half)[kOctet] = j < 2 ? a : b;", "float (&half)[kOctet] = j < 1 ? a : b;"),
     _rope("first += step * kPiecesInFlight", "first += step"),
+    _rope("row * arguments.row_stride + col", "col"),
+    _rope("col * arguments.col_stride;", "col * 32;"),
+    _rope("arguments.planes[plane]", "arguments.planes[0]"),
+    _rope("plane * arguments.stored_plane_stride", "0"),
+    _rope("row * arguments.stored_row_stride", "row * arguments.stored_col_stride"),
+    _rope("col * arguments.stored_col_stride", "col"),
+    _rope("(unit) * (arguments.rotary_elements / 2)", "(unit) * arguments.rotary_elements"),
+    _rope("pieces[i].units != nullptr && pieces[i].inside[0]", "pieces[i].inside[0]"),
+    _rope("const bool is_rotated = piece < rotated;", "const bool is_rotated = true;"),
     # quantise.h
     _quantise("quantise.h", "if (zero == 0x8000u) zero = 0;", ""),
     _quantise("quantise.h", "range.low > range.high;", "false;"),
@@ -134,8 +127,32 @@ FAULTS = [
         "left < arguments.group_rows ? left : arguments.group_rows",
         "arguments.group_rows",
     ),
-    _quantise("quantise.h", "    if (row < row_count) {\n", "    {\n"),
+    Fault("quantise.h", "    if (row < row_count) {\n", "    {\n", "quantise", is_sanitized=True),
+    _quantise("quantise.h", "row * arguments.row_stride +", "row +"),
+    _quantise("quantise.h", "(place.col) * arguments.col_stride", "(place.col) * 16"),
+    _quantise("quantise.h", "place.plane * arguments.stored_plane_stride", "0"),
+    _quantise("quantise.h", "arguments.planes[place.plane]", "arguments.planes[0]"),
+    _quantise("quantise.h", "arguments.pages[page]", "arguments.pages[0]"),
+    _quantise("quantise.h", "(row) * arguments.cols + place.col", "(row) + place.col"),
+    _quantise("quantise.h", "(place.line) * arguments.cols + place.col", "(place.line)"),
+    _quantise("quantise.h", "(place.line) * line_rows", "(place.line)"),
     # quantise.cu
+    _quantise(
+        "quantise.cu",
+        "row * arguments.row_stride), octet);",
+        "first * arguments.row_stride), octet);",
+    ),
+    _quantise(
+        "quantise.cu",
+        "if (row >= row_count) break;\n        float values[kOctet];\n        unpack",
+        "float values[kOctet];\n        unpack",
+    ),
+    _quantise(
+        "quantise.cu",
+        "if (row >= row_count) break;\n        float values[kOctet];\n        KVTIER_UNROLL",
+        "float values[kOctet];\n        KVTIER_UNROLL",
+    ),
+    _quantise("quantise.cu", "if (first + static_cast<std::uint32_t>(i) >= row_count) break;", ""),
     _quantise(
         "quantise.cu",
         "distance = 1u << arguments.group_shift; distance >>= 1;",
@@ -148,7 +165,9 @@ FAULTS = [
         "const std::uint32_t pair",
     ),
     _quantise(
-        "quantise.cu", "if ((places[i].octet & ((1u << arguments.group_shift) - 1)) == 0) {", "{"
+        "quantise.cu",
+        "arguments.group_shift) - 1)) == 0) {",
+        "arguments.group_shift) - 1)) == 1) {",
     ),
     _quantise("quantise.cu", "if (row_count > kHeld) load_rows", "if (false) load_rows"),
     _quantise(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def compile_checks(folder: Path, conditions: list[str]) -> subprocess.CompletedP
     lines += ["#include <cstddef>", "using namespace kvtier::device;"]
     lines += [f'static_assert({each}, "{each}");' for each in conditions]
     source.write_text("\n".join(lines))
-    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", str(source)]
+    command = [fake_build.compiler(), "-std=c++20", "-fsyntax-only", str(source)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -9,14 +9,16 @@ import itertools
 import mmap
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_cuda import Call, FakeCuda, Setting
+from fake_nvrtc import FakeNvrtc
 from layouts import LAYOUTS, Bytes, Paged, Shape, allocator
 
-from kvtier._core import CudaDevice, DeviceJob, DevicePlan
+from kvtier._core import CudaDevice, DeviceJob, DevicePlan, cubin_architectures
 from kvtier.types import Region, RegionKind
 
 FORWARD = [name for name in LAYOUTS if name != "backward"]  # strides of plans are not negative
@@ -140,7 +142,7 @@ class Bench:
 
 def opened(**options: Any) -> CudaDevice:
     device = CudaDevice(0, staging_bytes=STAGING_BYTES, **options)
-    assert device.kernels == "cubin sm_90"
+    assert device.kernels, device.no_kernels
     return device
 
 
@@ -374,4 +376,57 @@ def test_without_kernels_only_copy_engines_are_left(
     bench.check("gather", "dma")
     with pytest.raises(ValueError, match="no kernel kvtier_gather_v16"):
         bench.copy("gather", "direct")
+    device.close()
+
+
+# Where kernels come from -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeNvrtc:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    FakeNvrtc.install(monkeypatch)
+    nvrtc = FakeNvrtc()
+    nvrtc.serve_fake_cuda()
+    return nvrtc
+
+
+def copies_by(device: CudaDevice, cuda: FakeCuda) -> str:
+    """Which kernels it has, after they copied."""
+    Bench(cuda, device, "kv_first", SHAPE, 1, 0).check("gather", "staged")
+    kernels = device.kernels
+    device.close()
+    return kernels
+
+
+@pytest.mark.skipif(90 not in cubin_architectures(), reason="this build has no cubin for sm_90")
+def test_built_in_kernels_are_taken_unless_told_otherwise(cuda: FakeCuda, nvrtc: FakeNvrtc) -> None:
+    assert copies_by(CudaDevice(0), cuda) == "cubin sm_90"
+    assert nvrtc.compiles == 0
+    assert copies_by(CudaDevice(0, "jit"), cuda) == "jit sm_90"
+    assert copies_by(CudaDevice(0, "jit"), cuda) == "jit sm_90"
+    assert nvrtc.compiles == 1
+
+
+def test_an_unknown_device_gets_kernels_compiled_here(cuda: FakeCuda, nvrtc: FakeNvrtc) -> None:
+    cuda.set(Setting.CAPABILITY, 130)
+    assert copies_by(CudaDevice(0), cuda) == "jit sm_130"
+    assert nvrtc.compiles == 1
+
+
+def test_a_cubin_that_the_driver_refuses_is_compiled_anew(cuda: FakeCuda, nvrtc: FakeNvrtc) -> None:
+    cuda.fail(Call.MODULE_LOAD, 209)
+    assert copies_by(CudaDevice(0), cuda) == "jit sm_90"
+
+
+def test_why_there_are_no_kernels_is_said(cuda: FakeCuda, nvrtc: FakeNvrtc) -> None:
+    nvrtc.fail()
+    device = CudaDevice(0, "jit")
+    assert device.kernels == ""
+    assert "KVTIER_CUDA=jit" in device.no_kernels
+    assert "planted" in device.no_kernels
+    device.close()
+    cuda.fail(Call.MODULE_LOAD, 209, count=2)
+    device = CudaDevice(0)
+    assert "209" in device.no_kernels
     device.close()

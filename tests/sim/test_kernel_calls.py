@@ -296,7 +296,7 @@ def refusals(world: World) -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "a buffer on its sources": (fetch(target=stored_of(world)), "overlap"),
         "parts of 32 bits": (
-            lambda: kernels.hot_sources(world.parts.astype(np.uint32), 8, 256),  # type: ignore[arg-type]
+            lambda: kernels.hot_sources(world.parts.astype(np.uint32), 8, 256),
             "expected uint64",
         ),
         "parts not page-locked": (
