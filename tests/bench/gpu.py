@@ -22,7 +22,6 @@ from kvtier.errors import KvtierError
 VALIDATE = Path(__file__).resolve().parents[1] / "gpu" / "validate.py"
 SECONDS = 60.0
 """For the measuring of one line."""
-ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def _result(name: str, line: Line, figures: dict[str, Any] | None) -> Result:
         higher_is_better=line.is_more_better,
         limit=number(line.limit) if figures else None,
         limit_is=line.limit_is if figures else "no device",
-        rounds=ROUNDS if figures else 0,
+        rounds=figures["rounds"] if figures else 0,
         ratio=figures[line.ratio] if figures else None,
         more={"case": line.step, **({"figures": figures} if figures else {})},
     )

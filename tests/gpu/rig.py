@@ -97,6 +97,7 @@ class TimeBox:
 
     def __init__(self, seconds: float) -> None:
         self._end_s = time.monotonic() + seconds
+        self._counts: list[int] = []
 
     @property
     def left_s(self) -> float:
@@ -105,7 +106,18 @@ class TimeBox:
 
     def part(self, count_left: int) -> TimeBox:
         """The share of the next of so many things that are still to do."""
-        return TimeBox(max(0.0, self.left_s) / max(1, count_left))
+        share = TimeBox(max(0.0, self.left_s) / max(1, count_left))
+        share._counts = self._counts
+        return share
+
+    def count(self, rounds: int) -> None:
+        """Say how many rounds some medians are of."""
+        self._counts.append(rounds)
+
+    @property
+    def rounds(self) -> int:
+        """The fewest that any medians so far are of."""
+        return min(self._counts, default=0)
 
 
 Work = Callable[[int], float]
@@ -134,6 +146,7 @@ def take_turns(works: Mapping[str, Work], rounds: int, box: TimeBox) -> dict[str
             seconds = works[name](turn)
             if turn >= 0:
                 samples[name].append(seconds)
+    box.count(min(map(len, samples.values()), default=0))
     return {name: statistics.median(each) for name, each in samples.items()}
 
 

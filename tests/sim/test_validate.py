@@ -79,3 +79,26 @@ def test_a_step_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert [steps[name]["status"] for name in names.split(",")] == ["wrong", "failed", "ok"]
     assert steps["copy kernels"]["figures"]["wrong_count"] > 0
     assert report["ratios"]["pipeline_exposed"]["value"] is None
+
+
+def test_benchmarks_without_a_device_say_so() -> None:
+    names = [
+        f"gpu_{name}" for name in ("d2h", "h2d", "duplex", "gather", "scatter", "quant", "hot")
+    ]
+    names += ["gpu_pipeline_exposed", "gpu_interference"]
+    done = run("/nonexistent", "--only", ",".join(names), program=BENCHES)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {line["bench"] for line in lines} == set(names)
+    assert {(line["value"], line["limit_is"]) for line in lines} == {(None, "no device")}
+
+
+def test_a_benchmark_is_a_step_of_the_validation() -> None:
+    done = run(
+        fake_cuda.build(), "--gpu-scale", "smallest", "--only", "gpu_gather", program=BENCHES
+    )
+    assert done.returncode == 0, done.stderr
+    line = json.loads(done.stdout)
+    assert line["figures"]["device"] == "Fake GPU"
+    assert line["rounds"] == 3
+    assert line["ratio"] == line["figures"]["ratio"]
