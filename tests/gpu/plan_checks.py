@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ GUARD_BYTES = 256
 POISON = 0x6B
 CHUNKS = ((4, 0, -1, 3), (1,), (-1, -1), ())
 """Ragged, with pages that are skipped, a chunk of which nothing is left, and an empty one."""
-STAGING_BYTES = 1 << 16
-"""So little that a wave of the larger shape takes its turns in it."""
+STAGING_BYTES = 1 << 18
+"""So little that a slot holds two pages of one plane of the largest shape, and slots take turns."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,11 @@ def cases(*, has_kernels: bool, has_bulk: bool) -> Iterator[PlanCase]:
         for way, on_device in ways:
             for shape in (wide, large) if way.is_bulk else (narrow, wide, large):
                 yield PlanCase(layout, shape, way, is_by_layer, on_device)
+
+
+def some(all_cases: list[PlanCase], count: int) -> list[PlanCase]:
+    """So many of them, the same each time, of all kinds."""
+    return random.Random(1).sample(all_cases, min(count, len(all_cases)))
 
 
 def plan_of(device: CudaDevice, paged: Paged, addresses: list[int]) -> DevicePlan:
