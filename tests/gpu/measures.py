@@ -6,14 +6,13 @@ the first of a copy's work to the last; `wall` is what the caller sees, planning
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gpu_machine import copy_bytes, wait
+from gpu_machine import copy_bytes
 from layouts import Shape
 from plan_checks import Way
-from rig import GB, OutOfTime, PagedOnDevice, Rig, TimeBox, Work, device_s, take_turns, wall_s
+from rig import GB, OutOfTime, PagedOnDevice, Rig, TimeBox, Work, device_s, take_turns, tell, wall_s
 
 from kvtier.backends import cuda_paths
 
@@ -80,6 +79,7 @@ def sound(
     """The ways that copy right; what is wrong with the others goes into `found`, under ``wrong``."""
     right = []
     for way in ways:
+        tell(f"check of {way}")
         try:
             kv.check(is_gather, way, 0, samples)
             right.append(way)
@@ -136,7 +136,7 @@ def against_plain(rig: Rig, box: TimeBox, *, is_gather: bool, is_small: bool = F
     if chosen_s is None:
         return found  # it is among the wrong ones
     walls = take_turns(
-        {"own": lambda turn: wall_s(rig, kv.stream, lambda: [kv.copy(is_gather, chosen, turn)])},
+        {"own": lambda turn: wall_s(lambda: [kv.copy(is_gather, chosen, turn)])},
         rig.sizes.rounds,
         box,
     )
@@ -238,16 +238,12 @@ def _calls(rig: Rig, run: int, count: int, is_gather: bool) -> Work:
     """Wall seconds of so many copies, each by a call of its own."""
     host, memory = rig.host(count * run), rig.memory(count * run)
 
-    def work(turn: int) -> float:
-        begin_s = time.perf_counter()
-        for i in range(count):
-            ends = host + i * run, memory + i * run
-            target, source = ends if is_gather else ends[::-1]
-            job = copy_bytes(rig.device, target, source, run)
-        wait(job)
-        return time.perf_counter() - begin_s
-
-    return work
+    targets, sources = (host, memory) if is_gather else (memory, host)
+    return lambda turn: wall_s(
+        lambda: [
+            copy_bytes(rig.device, targets + i * run, sources + i * run, run) for i in range(count)
+        ]
+    )
 
 
 def _threshold(rows: Mapping[int, Figures]) -> int | None:

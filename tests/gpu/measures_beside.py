@@ -30,6 +30,9 @@ EXPOSED_GOAL = 0.10
 COMPUTE_PER_TRANSFER = 1.5
 """A layer's compute, in times of its share of the transfer."""
 LAUNCHES_MAX = 256
+COPY_TIMES = 2
+COVERED_PART = 0.5
+"""Of the copies' time: they have begun while the host still puts more on the streams."""
 _VECTOR_BYTES = 16
 _BLOCK = 512
 
@@ -93,7 +96,7 @@ def duplex(rig: Rig, box: TimeBox) -> Figures:
     layout, shape = layouts(rig)["blocks of all layers"]
     half = Shape(shape.layers, max(2, shape.pages // 2), shape.tokens, shape.heads, shape.run_bytes)
     out, into = PagedOnDevice(rig, layout, half), PagedOnDevice(rig, layout, half)
-    nbytes, device, stream = out.nbytes, rig.device, rig.stream()
+    nbytes, device = out.nbytes, rig.device
     host, memory = [rig.host(nbytes) for _ in range(2)], [rig.memory(nbytes) for _ in range(2)]
 
     def plain_out() -> DeviceJob:
@@ -103,15 +106,15 @@ def duplex(rig: Rig, box: TimeBox) -> Figures:
         return copy_bytes(device, memory[1], host[1], nbytes)
 
     works: dict[str, Work] = {
-        "plain d2h": lambda turn: wall_s(rig, stream, lambda: [plain_out()]),
-        "plain h2d": lambda turn: wall_s(rig, stream, lambda: [plain_into()]),
-        "plain both": lambda turn: wall_s(rig, stream, lambda: [plain_out(), plain_into()]),
+        "plain d2h": lambda turn: wall_s(lambda: [plain_out()]),
+        "plain h2d": lambda turn: wall_s(lambda: [plain_into()]),
+        "plain both": lambda turn: wall_s(lambda: [plain_out(), plain_into()]),
     }
     found: Figures = {}
     ways = own_ways(rig, out, found)
     for name, (there, back) in ways.items():
         works[name] = lambda turn, there=there, back=back: wall_s(  # type: ignore[misc]
-            rig, stream, lambda: [out.gather(there, turn), into.scatter(back, turn)]
+            lambda: [out.gather(there, turn), into.scatter(back, turn)]
         )
     times = take_turns(works, rig.sizes.rounds, box)
     ideal_s = max(times.pop("plain d2h"), times.pop("plain h2d"))
@@ -153,14 +156,17 @@ def interference(rig: Rig, box: TimeBox) -> Figures:
     for name, (there, back) in ways.items():
 
         def begin(turn: int, there: Way = there, back: Way = back) -> list[DeviceJob]:
-            return [out.gather(there, turn), into.scatter(back, turn)]
+            copies = [
+                (out.gather(there, turn), into.scatter(back, turn)) for _ in range(COPY_TIMES)
+            ]
+            return [job for both in copies for job in both]
 
         copy_s = take_turns(
-            {"copy": lambda turn, begin=begin: wall_s(rig, stream, lambda: begin(turn))},  # type: ignore[misc]
+            {"copy": lambda turn, begin=begin: wall_s(lambda: begin(turn))},  # type: ignore[misc]
             3,
             box.part(4),
         )["copy"]
-        count = min(LAUNCHES_MAX, max(1, int(0.7 * copy_s / loop_s)))
+        count = min(LAUNCHES_MAX, max(1, int(COVERED_PART * copy_s / loop_s)))
         covered[name] = []
 
         def beside(turn: int, name: str = name, count: int = count, begin: Any = begin) -> float:
@@ -250,7 +256,7 @@ def pipeline(rig: Rig, box: TimeBox) -> Figures:
     loads = take_turns(
         {
             name: lambda turn, way=way: wall_s(  # type: ignore[misc]
-                rig, stream, lambda: [kv.scatter(way, turn)]
+                lambda: [kv.scatter(way, turn)]
             )
             for name, way in ways.items()
         },

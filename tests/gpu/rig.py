@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Self
 
 import numpy as np
 import numpy.typing as npt
-from gpu_machine import copy_pieces, host_view, wait
+from gpu_machine import PATIENCE_S, DeviceHangs, copy_pieces, host_view, wait
 from layouts import LAYOUTS, Bytes, Shape
 from numpy.lib.stride_tricks import as_strided
 from plan_checks import Table, Way, plan_of, plane_addresses
@@ -20,6 +21,8 @@ from kvtier._core import CudaDevice, DeviceJob
 GB = 1e9
 ROUNDS_MIN = 3
 """Fewer give no median worth the name."""
+TOLD = "> "
+"""How lines of `tell` begin."""
 ORDER_COUNT = 4
 """Input sets that rounds take in turn."""
 
@@ -132,6 +135,7 @@ def take_turns(works: Mapping[str, Work], rounds: int, box: TimeBox) -> dict[str
     Raises:
         OutOfTime: there were too few rounds.
     """
+    tell(f"turns of {', '.join(works)}")
     warm_ups = 2
     samples: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
@@ -156,13 +160,25 @@ def device_s(job: DeviceJob) -> float:
     return job.elapsed_s()
 
 
-def wall_s(rig: Rig, stream: int, begin: Callable[[], Sequence[DeviceJob]]) -> float:
-    """From the call until the device is through with all of it."""
+def wall_s(begin: Callable[[], Sequence[DeviceJob]]) -> float:
+    """From the call until the bytes of all its jobs are in place.
+
+    Asks without a pause: `wait` sleeps in between, for longer than some copies take.
+
+    Raises:
+        DeviceHangs: it took too long.
+    """
     begin_s = time.perf_counter()
     for job in begin():
-        job.order_after(stream)
-    rig.device.synchronize(stream)
+        while not job.is_done():
+            if time.perf_counter() - begin_s > PATIENCE_S:
+                raise DeviceHangs(f"work of {job.nbytes} bytes was not done in {PATIENCE_S} s")
     return time.perf_counter() - begin_s
+
+
+def tell(what: str) -> None:
+    """Say what is about to run, should it never end."""
+    print(f"{TOLD}{what}", file=sys.stderr, flush=True)
 
 
 class Rig:

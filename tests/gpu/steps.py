@@ -17,7 +17,7 @@ import plan_checks
 from gpu_machine import GpuMachine
 from kernel_checks import ALL, COMPUTING, COPIES, needs_bulk, some
 from measures import Figures
-from rig import Rig, Sizes, TimeBox
+from rig import Rig, Sizes, TimeBox, tell
 
 from kvtier._core import CudaDevice, cubin_architectures
 from kvtier.backends import cuda_paths
@@ -168,6 +168,7 @@ def _passed(device: CudaDevice, checks: Mapping[str, Callable[[], None]], box: T
         if box.left_s <= 0 or device.failure:
             break
         ran += 1
+        tell(name)
         try:
             check()
             passed += 1

@@ -23,7 +23,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), *(str(HERE.parent / name) for name in ("sim", "fakes"))]
 
-from rig import SCALES, TimeBox
+from rig import SCALES, TOLD, TimeBox
 from steps import GOALS, STEPS
 
 from kvtier._core import CudaDevice
@@ -35,7 +35,7 @@ STEP_S_MIN = 3.0
 """With less left, a step is not begun."""
 SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 SANITIZER_PATHS = ("/usr/local/cuda/bin",)
-STDERR_LINES = 12
+STDERR_LINES = 60
 Report = dict[str, Any]
 
 
@@ -125,9 +125,14 @@ def _in_process(name: str, scale: str, share_s: float, box: TimeBox) -> Report:
         seconds = round(time.monotonic() - begin_s, 1)
         found = json.loads(figures.read_text()) if figures.exists() else None
     step: Report = {"status": "ok", "seconds": seconds, "figures": found}
+    lines = words.strip().splitlines()
     if found is None or done is None or done.returncode:
-        tail = "\n".join(words.strip().splitlines()[-STDERR_LINES:])
-        step |= {"status": "failed", "why": f"{why}: {tail}"}
+        if done is None:
+            told = [line.removeprefix(TOLD) for line in lines if line.startswith(TOLD)]
+            why = ", in ".join([why, *told[-1:]])
+        elif lines:
+            why = lines[-1]
+        step |= {"status": "failed", "why": why, "stderr": lines[-STDERR_LINES:]}
     elif _is_wrong(found):
         step["status"] = "wrong"
     _progress(f"{name}: {step['status']}, {seconds} s {step.get('why', '')}")
@@ -173,12 +178,8 @@ def _table(report: Report) -> str:
         return f"There is no device: {report['why']}"
     lines = ["", f"{report['device']}, scale {report['scale']}", ""]
     for name, step in report["steps"].items():
-        words = str(step.get("why", "")).splitlines()
-        if step["figures"] if step["status"] in ("ok", "wrong") else None:
-            words = [STEPS[name].headline(step["figures"])]
-        lines.append(
-            f"{name:<22} {step['status']:<8} {step['seconds']:>6} s  {(words or [''])[-1]}"
-        )
+        words = step.get("why") or STEPS[name].headline(step["figures"])
+        lines.append(f"{name:<22} {step['status']:<8} {step['seconds']:>6} s  {words}")
     lines.append("")
     if report["scale"] != "full":
         lines += ["At this scale everything runs and no figure means anything.", ""]

@@ -21,11 +21,11 @@ CHECKS = ("copy kernels", "computing kernels", "plans")
 
 
 def run(
-    library: Path | str, *arguments: str, program: Path = VALIDATE
+    library: Path | str, *arguments: str, program: Path = VALIDATE, path: str = os.environ["PATH"]
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(program), *arguments],
-        env={**os.environ, "KVTIER_CUDA_LIBRARY": str(library)},
+        env={**os.environ, "KVTIER_CUDA_LIBRARY": str(library), "PATH": path},
         capture_output=True,
         text=True,
         timeout=300,
@@ -33,10 +33,12 @@ def run(
     )
 
 
-def validate(library: Path | str, folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+def validate(
+    library: Path | str, folder: Path, *arguments: str, path: str = os.environ["PATH"]
+) -> tuple[int, str, dict[str, Any]]:
     """Exit status, last line of the output, and the JSON."""
     target = folder / "report.json"
-    done = run(library, "--json", str(target), *arguments)
+    done = run(library, "--json", str(target), *arguments, path=path)
     assert done.stdout, done.stderr
     return done.returncode, done.stdout.splitlines()[-1], json.loads(target.read_text())
 
@@ -79,6 +81,24 @@ def test_a_step_that_fails_costs_no_other(tmp_path: Path) -> None:
     assert [steps[name]["status"] for name in names.split(",")] == ["wrong", "failed", "ok"]
     assert steps["copy kernels"]["figures"]["wrong_count"] > 0
     assert report["ratios"]["pipeline_exposed"]["value"] is None
+
+
+def test_the_sanitizer_runs_a_step_where_there_is_one(tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text('#!/bin/sh\necho "$@" >"$0.said"\nshift 4\nexec "$@"\n')
+    tool.chmod(0o755)
+    status, _, report = validate(
+        fake_cuda.build(),
+        tmp_path,
+        "--scale",
+        "smallest",
+        "--only",
+        "sanitized",
+        path=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+    )
+    assert status == 0
+    assert report["steps"]["sanitized"]["status"] == "ok"
+    assert (tmp_path / "compute-sanitizer.said").read_text().startswith("--tool memcheck")
 
 
 def test_benchmarks_without_a_device_say_so() -> None:
