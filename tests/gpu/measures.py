@@ -91,6 +91,7 @@ def sound(
 
 def chosen_ways(rig: Rig, kv: PagedOnDevice) -> tuple[Way, Way]:
     """What the library takes by itself for these pages, out and in; found anew."""
+    tell("what each way costs")
     costs = cuda_paths.measure(rig.device, rig.sizes.calibration_bytes)
     run_bytes, vector_bytes = kv.plan.run_bytes, kv.plan.vector_bytes
     out = costs.ways("gather", run_bytes, vector_bytes)[0]
