@@ -8,7 +8,7 @@ VLLM   := 0.32.0
 TORCH  := 2.13.0
 SOURCES := $(shell git ls-files csrc pyproject.toml 2>/dev/null)
 
-.PHONY: demo test test-fast test-engine lint bench cpp-test clean
+.PHONY: demo test test-fast test-engine test-gpu lint bench cpp-test clean
 
 demo: $(ENGINE)/.installed
 	$(ENGINE)/bin/python examples/demo.py $(ARGS)
@@ -22,6 +22,10 @@ test-fast: $(FAST)/.installed cpp-test
 # a real vLLM with a real model, with and without kvtier
 test-engine: $(ENGINE)/.installed
 	$(ENGINE)/bin/python -P -m pytest -q -m engine tests/engine $(ARGS)
+
+# every kernel and path on a real device; skipped, with the reason, where there is none
+test-gpu: $(FAST)/.installed
+	$(FAST)/bin/python -P -m pytest -q -m gpu tests/gpu $(ARGS)
 
 cpp-test: $(FAST)/.installed
 	$(FAST)/bin/cmake -S csrc -B build/cpp -DKVTIER_CPP_TESTS=ON -DKVTIER_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo >/dev/null

@@ -54,13 +54,16 @@ def ceilings(rig: Rig, box: TimeBox) -> Figures:
 
 
 def host_ways(rig: Rig, run_bytes: int) -> list[Way]:
-    """Ways between pages and the host that the device has for such runs."""
+    """Ways between pages and the host that the device has for such runs.
+
+    Bulk copies of host memory are not among them: see `direct_bulk`.
+    """
     ways = [Way("dma")]
     if rig.device.kernels:
         has_bulk = rig.device.compute_capability >= (9, 0) and run_bytes >= RUN_BYTES_BULK_MIN
         for is_bulk in (False, True) if has_bulk else (False,):
             ways += [Way("staged", is_bulk, ctas) for ctas in rig.sizes.ctas]
-            ways += [Way("direct", is_bulk, ctas) for ctas in rig.sizes.ctas]
+        ways += [Way("direct", False, ctas) for ctas in rig.sizes.ctas]
     return ways
 
 
@@ -147,6 +150,26 @@ def against_plain(rig: Rig, box: TimeBox, *, is_gather: bool, is_small: bool = F
         "chosen_wall_gb_s": rate(kv.nbytes, walls["own"]),
         "ratio": round(plain_s / chosen_s, 4),
     }
+
+
+def direct_bulk(rig: Rig, box: TimeBox) -> Figures:
+    """Bulk copies of host memory, blocks of all layers out and in, against plain copies.
+
+    By themselves, because not every machine may be able to do them, and a device that cannot is lost.
+    """
+    layout, shape = layouts(rig)["blocks of all layers"]
+    kv = PagedOnDevice(rig, layout, shape)
+    found: Figures = {}
+    for is_gather in (True, False):
+        direction = "d2h" if is_gather else "h2d"
+        works = {"plain": plain(rig, direction, kv.nbytes)}
+        ways = [Way("direct", True, ctas) for ctas in rig.sizes.ctas]
+        for way in sound(kv, is_gather, ways, found):
+            works[str(way)] = _mover(kv, is_gather, way)
+        times = take_turns(works, rig.sizes.rounds, box.part(1 + is_gather))
+        rates = {name: rate(kv.nbytes, seconds) for name, seconds in times.items()}
+        found[f"{direction}_gb_s"] = rates
+    return found
 
 
 def within(rig: Rig, box: TimeBox, *, is_gather: bool) -> Figures:

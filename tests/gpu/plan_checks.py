@@ -34,6 +34,10 @@ class Way:
     def __str__(self) -> str:
         return self.path + ("-bulk" if self.is_bulk else "") + (f"-{self.ctas}" * (self.ctas > 0))
 
+    def reaches_far(self, *, on_device: bool) -> bool:
+        """Whether it makes bulk copies of host memory, which not every machine may be able to do."""
+        return self.is_bulk and self.path == "direct" and not on_device
+
     def gather(
         self, plan: DevicePlan, table: Table, segments: npt.NDArray[np.uint64], stream: int
     ) -> DeviceJob:

@@ -123,11 +123,16 @@ def correctness(kinds: Iterable[str], sizes: Sizes, box: TimeBox) -> Figures:
     return found
 
 
-def plans(sizes: Sizes, box: TimeBox) -> Figures:
-    """Plans on every path."""
+def plans(sizes: Sizes, box: TimeBox, *, reach_far: bool = False) -> Figures:
+    """Plans on every path; or only those that reach far, which the others leave out."""
     device = CudaDevice(0, staging_bytes=plan_checks.STAGING_BYTES)
     has_bulk = device.compute_capability >= HOPPER
-    cases = list(plan_checks.cases(has_kernels=bool(device.kernels), has_bulk=has_bulk))
+    cases = [
+        case
+        for case in plan_checks.cases(has_kernels=bool(device.kernels), has_bulk=has_bulk)
+        if case.way.reaches_far(on_device=case.on_device) == reach_far
+    ]
+    cases.sort(key=lambda case: case.way.is_bulk)  # last what may lose the device
     if sizes.checks_per_kind:
         cases = plan_checks.some(cases, 16 * sizes.checks_per_kind)
     found = _passed(
@@ -135,6 +140,19 @@ def plans(sizes: Sizes, box: TimeBox) -> Figures:
     )
     device.close()
     return found
+
+
+def direct_bulk(sizes: Sizes, box: TimeBox) -> Figures:
+    """Bulk copies of host memory: right bytes, then GB/s."""
+    device = CudaDevice(0)
+    is_there = bool(device.kernels) and device.compute_capability >= HOPPER
+    device.close()
+    if not is_there:
+        return {"not measured": "the device has no bulk copies"}
+    checked = plans(sizes, box.part(2), reach_far=True)
+    if checked["wrong_count"]:
+        return checked
+    return checked | measured(measures.direct_bulk, sizes, box)
 
 
 def sanitized(sizes: Sizes, box: TimeBox) -> Figures:
@@ -285,6 +303,14 @@ STEPS: Mapping[str, Step] = {
         partial(measured, measures_computing.hot),
         20,
         lambda found: f"resolve {found['resolve_us']} us, fetch {found['fetch_gb_s']} GB/s",
+    ),
+    "direct bulk": Step(
+        direct_bulk,
+        20,
+        lambda found: (
+            found.get("not measured")
+            or (_checked(found) + "; " + _each(found.get("d2h_gb_s", {})) + " GB/s out")
+        ),
     ),
     "sweep": Step(partial(measured, measures.sweep), 60, _swept),
     "table": Step(

@@ -12,6 +12,11 @@ from kernel_checks import ALL, needs_bulk
 from kvtier._core import CudaDevice
 
 HOPPER = (9, 0)
+CASES = sorted(
+    plan_checks.cases(has_kernels=True, has_bulk=True),
+    key=lambda case: case.way.reaches_far(on_device=case.on_device),
+)
+"""Last those that a device may be lost by."""
 
 
 @pytest.fixture
@@ -32,7 +37,7 @@ def test_kernels_do_on_a_gpu_what_they_do_on_the_simulator(
     ALL[name](machine)
 
 
-@pytest.mark.parametrize("case", list(plan_checks.cases(has_kernels=True, has_bulk=True)), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_plans_copy_as_numpy_does(device: CudaDevice, case: plan_checks.PlanCase) -> None:
     if case.way.path != "dma" and not device.kernels:
         pytest.skip(device.no_kernels)
