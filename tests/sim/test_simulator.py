@@ -187,7 +187,7 @@ def test_launches_that_cuda_refuses_are_refused() -> None:
         ({"shared_bytes": (227 << 10) + 1}, "bytes of shared memory, at most"),
     ):
         with pytest.raises(LaunchFailed, match=words):
-            run("alone", **changes)
+            run("alone", Mistake.NONE, **changes)
     with pytest.raises(LaunchFailed, match="500: no kernel nobody"):
         run("nobody")
 
