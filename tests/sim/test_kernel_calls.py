@@ -5,7 +5,7 @@ The device is the real one over the stand-in for libcuda, which runs the kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -156,3 +156,149 @@ def test_missing_rows_are_found_and_fetched(world: World, cuda: FakeCuda, seed: 
         assert world.slot_tokens[request].tolist() == expected.slot_tokens
         for token, slot in expected.missing:
             assert np.array_equal(buffer[request, slot], rows[token])
+
+
+class Engine:
+    """An engine that fills pages, has them quantised, and at once fills them with something else."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self.world = world
+        self.stream = world.device.create_stream()
+        rng = np.random.default_rng(seed)
+        self.first, self.second = PagedKv.like(world.kv), PagedKv.like(world.kv)
+        for kv in (self.first, self.second):
+            kv.put(rng.standard_normal((2, 4, *SHAPE), np.float32))
+            for memory in kv.memory:
+                world.own(memory)
+
+    def fill(self, kv: PagedKv) -> None:
+        for target, source in zip(self.world.kv.memory, kv.memory, strict=True):
+            self.world.cuda.copy_on(self.stream, target.ctypes.data, source)
+
+    def is_first_stored(self, *, is_after: bool, is_before: bool) -> bool:
+        """Whether what was stored is what the engine's order says."""
+        world = self.world
+        for kv in (self.second, self.second, self.second, self.first):  # long enough to be late
+            self.fill(kv)
+        after = self.stream if is_after else None
+        job = world.kernels.quantise(world.pages, [2, 0], FORM, world.stored, after=after)
+        if is_before:
+            job.order_after(self.stream)
+        self.fill(self.second)
+        done(job)
+        world.device.synchronize(self.stream)
+        try:
+            check_tiles(world, FORM, [2, 0], self.first)
+        except AssertionError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kernel_has_its_place_in_the_engines_order(
+    world: World, cuda: FakeCuda, seed: int
+) -> None:
+    cuda.set(Setting.SEED, seed)
+    cuda.set(Setting.DELAY_MAX_US, LATE_US)
+    assert Engine(world, seed).is_first_stored(is_after=True, is_before=True)
+
+
+@pytest.mark.parametrize("missing", ["after", "order_after"])
+def test_without_either_order_something_else_is_stored(
+    world: World, cuda: FakeCuda, missing: str
+) -> None:
+    """For some seed: what the test above sees is no accident."""
+    cuda.set(Setting.DELAY_MAX_US, LATE_US)
+    found = []
+    for seed in range(12):
+        cuda.set(Setting.SEED, seed)
+        found.append(
+            Engine(world, seed).is_first_stored(
+                is_after=missing != "after", is_before=missing != "order_after"
+            )
+        )
+    assert not all(found)
+
+
+def test_calls_of_one_object_follow_each_other(world: World, cuda: FakeCuda) -> None:
+    """Out, shifted, and back: each sees what the one before it did."""
+    cuda.set(Setting.DELAY_MAX_US, LATE_US)
+    form = QuantForm(8, Axis.CHANNEL, 16)
+    world.kernels.rope_shift(world.pages, [2], world.units, is_neox=False)
+    world.kernels.quantise(world.pages, [2], form, world.stored)
+    done(world.kernels.dequantise(world.pages, [1], form, world.stored))
+    check_tiles(world, form, [2], world.kv)
+    before = to_elements(world.values[1, 2], Element.FLOAT16).view(np.float16)
+    turned = shift(before.astype(np.float32), world.units[0], False)
+    assert np.abs(world.kv.floats(1, 1) - turned.reshape(SHAPE)).max() < 0.03
+
+
+def test_tables_are_kept_for_the_next_launch(world: World, cuda: FakeCuda) -> None:
+    for _ in range(5):
+        done(world.kernels.quantise(world.pages, [2, 0], FORM, world.stored))
+    allocations = cuda.held_now().allocations
+    for _ in range(5):
+        done(world.kernels.quantise(world.pages, [2, 0], FORM, world.stored))
+    assert cuda.held_now().allocations == allocations
+
+
+def test_tables_of_work_under_way_are_left_alone(world: World, cuda: FakeCuda) -> None:
+    """Ten launches at once, each of other pages: none reads the tables of another."""
+    cuda.set(Setting.DELAY_MAX_US, LATE_US // 4)
+    size = 2 * FORM.tile(*SHAPE).nbytes
+    pages = [0, 1, 2, 3, 2, 1, 0, 3, 1, 2]
+    jobs = [
+        world.kernels.quantise(world.pages, [page], FORM, world.stored[number * size :])
+        for number, page in enumerate(pages)
+    ]
+    for job in jobs:
+        done(job)
+    check_tiles(world, FORM, pages, world.kv)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 1000])
+def test_any_number_of_ctas_does(world: World, blocks: int) -> None:
+    done(world.kernels.quantise(world.pages, [2, 0], FORM, world.stored, blocks=blocks))
+    check_tiles(world, FORM, [2, 0], world.kv)
+
+
+def test_close_waits_for_what_is_under_way(world: World, cuda: FakeCuda) -> None:
+    """Nothing reads tables that are gone; the fixture sees what is not given back."""
+    cuda.set(Setting.DELAY_MAX_US, LATE_US)
+    job = world.kernels.quantise(world.pages, [2, 0], FORM, world.stored)
+    world.kernels.close()
+    world.kernels.close()
+    done(job)
+    check_tiles(world, FORM, [2, 0], world.kv)
+    with pytest.raises(ValueError, match="closed"):
+        world.kernels.quantise(world.pages, [0], FORM, world.stored)
+
+
+@pytest.mark.parametrize(
+    "call", [Call.LAUNCH, Call.BATCH_COPY, Call.MEMORY_ALLOCATE, Call.HOST_ALLOCATE]
+)
+def test_a_call_that_fails_says_so_and_the_next_one_does_it(
+    world: World, cuda: FakeCuda, call: Call
+) -> None:
+    cuda.fail(call, 2)
+    with pytest.raises(OSError, match="CUDA"):
+        world.kernels.quantise(world.pages, [2, 0], FORM, world.stored)
+    done(world.kernels.quantise(world.pages, [2, 0], FORM, world.stored))
+    check_tiles(world, FORM, [2, 0], world.kv)
+
+
+def test_a_kernel_that_fails_ends_the_device(world: World, cuda: FakeCuda) -> None:
+    cuda.fail(Call.KERNEL_RUN, 719)
+    job = world.kernels.quantise(world.pages, [0], FORM, world.stored)
+    with pytest.raises(OSError, match="719"):
+        job.wait(10.0)
+    with pytest.raises(OSError, match="719"):
+        world.kernels.quantise(world.pages, [0], FORM, world.stored)
+
+
+def test_a_device_without_kernels_is_refused(cuda: FakeCuda) -> None:
+    cuda.fail(Call.MODULE_LOAD, 209, count=8)
+    device = CudaDevice(0)
+    with pytest.raises(ValueError, match="no kernels: "):
+        CudaKernels(device)
+    device.close()
