@@ -117,9 +117,7 @@ def test_an_array_without_pages_is_one_page_of_all_its_tokens(world: World) -> N
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_keys_are_shifted_by_each_pages_difference(
-    world: World, cuda: FakeCuda, seed: int
-) -> None:
+def test_keys_are_shifted_by_each_pages_difference(world: World, cuda: FakeCuda, seed: int) -> None:
     cuda.set(Setting.SEED, seed)
     done(
         world.kernels.rope_shift(
