@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).with_name("sanitized.py")
 WORDS = {
     "read": "heap-buffer-overflow",
     "write": "heap-buffer-overflow",
-    "misalign": "misaligned address",
+    "misalign": "an access that is not aligned to its size",  # the simulator sees it first
 }
 
 

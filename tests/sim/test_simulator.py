@@ -7,6 +7,7 @@ import enum
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import fake_build
 import numpy as np
@@ -180,12 +181,13 @@ def test_only_chosen_ctas_of_a_huge_grid_run() -> None:
 
 
 def test_launches_that_cuda_refuses_are_refused() -> None:
-    for changes, words in (
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"block": 65}, "1: alone: a block of 65 threads, at most 64"),
         ({"block": 0}, "1: alone: a block of 0 threads"),
         ({"grid": 0}, "1: alone: a grid of 0"),
         ({"shared_bytes": (227 << 10) + 1}, "bytes of shared memory, at most"),
-    ):
+    ]
+    for changes, words in refused:
         with pytest.raises(LaunchFailed, match=words):
             run("alone", Mistake.NONE, **changes)
     with pytest.raises(LaunchFailed, match="500: no kernel nobody"):
