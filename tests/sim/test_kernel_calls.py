@@ -5,6 +5,7 @@ The device is the real one over the stand-in for libcuda, which runs the kernels
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 
 import numpy as np
@@ -252,6 +253,27 @@ def test_tables_of_work_under_way_are_left_alone(world: World, cuda: FakeCuda) -
     for job in jobs:
         done(job)
     check_tiles(world, FORM, pages, world.kv)
+
+
+def test_registered_memory_may_lie_elsewhere_for_kernels(world: World, cuda: FakeCuda) -> None:
+    """The stand-in fails a kernel that goes to the host's address."""
+    cuda.set(Setting.IS_ALIASING, 1)
+    stored = np.frombuffer(mmap.mmap(-1, 1 << 16), np.uint8)
+    stored[:] = GAP
+    number = world.device.register_host(stored.ctypes.data, stored.nbytes)
+    assert world.device.device_address(stored.ctypes.data, stored.nbytes) != stored.ctypes.data
+    done(world.kernels.quantise(world.pages, [2, 0], FORM, stored))
+    world.stored[:] = stored
+    check_tiles(world, FORM, [2, 0], world.kv)
+    stored[: 2 * 8 * 32] = np.arange(2 * 8 * 32) % 251
+    world.parts[:] = [[stored.ctypes.data], [stored.ctypes.data + 8 * 32]]
+    world.resolve()
+    done(world.fetch())
+    slot = int(world.plan.missing_slots[1, 0])
+    token = int(world.plan.missing_tokens[1, 0])
+    row = world.hot.reshape(2, CAPACITY, 32)[1, slot]
+    assert np.array_equal(row, stored[8 * 32 + 32 * token :][:32])
+    world.device.unregister_host(number)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 1000])
