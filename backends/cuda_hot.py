@@ -16,7 +16,7 @@ from kvtier.backends.cuda_launches import (
     hot_resolve_launch,
     hot_table_size,
 )
-from kvtier.backends.cuda_memory import Memory, check_apart, check_reach, extent_of
+from kvtier.backends.cuda_memory import Memory, check_apart, extent_of, reach
 
 if TYPE_CHECKING:
     from kvtier._core import DeviceJob
@@ -44,7 +44,7 @@ class HotSources:
     """Where the rows of all tokens lie; checked once, by `CudaKernels.hot_sources`."""
 
     parts: npt.NDArray[np.uint64]
-    """[request, part] addresses; every part of a request has `part_tokens` tokens."""
+    """[request, part] addresses that kernels see; every part of a request has `part_tokens` tokens."""
     part_tokens: int
     part_bytes: int
 
@@ -119,9 +119,13 @@ class HotKernels(Launcher):
             )
         if not 0 < part_tokens <= _TOKEN_END_MAX or part_bytes < 1:
             raise ValueError(f"parts of {part_tokens} tokens and {part_bytes} bytes")
-        for address in np.unique(parts).tolist():
-            check_reach(self._device, f"the part at {address:#x}", address, part_bytes)
-        return HotSources(np.ascontiguousarray(parts), part_tokens, part_bytes)
+        once, which = np.unique(parts, return_inverse=True)
+        seen = [
+            reach(self._device, f"the part at {address:#x}", address, part_bytes)
+            for address in once.tolist()
+        ]
+        addresses = np.array(seen, np.uint64)[which].reshape(parts.shape)
+        return HotSources(addresses, part_tokens, part_bytes)
 
     def hot_copy(
         self,

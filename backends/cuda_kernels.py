@@ -8,7 +8,7 @@ write what the job reads or touch what it writes; `job.order_after` puts other s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from kvtier.backends.cuda_launches import (
     quantise_launch,
     rope_launch,
 )
-from kvtier.backends.cuda_memory import Memory, check_apart, check_reach, extent_of
+from kvtier.backends.cuda_memory import Memory, check_apart, extent_of, reach
 from kvtier.device import Paging
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class KvPages:
     """An engine's pages as the kernels take them; checked once, by `CudaKernels.pages`."""
 
     paging: Paging
+    """With the addresses that kernels see."""
     element: Element
     extents: tuple[tuple[str, int, int], ...]
     """Of each plane: name, address, bytes."""
@@ -101,14 +102,16 @@ class CudaKernels(HotKernels):
         spans = [stride * (count - 1) for stride, count in strides.values()]
         low = sum(min(span, 0) for span in spans)
         nbytes = sum(abs(span) for span in spans) + paging.run_bytes
-        extents = []
+        extents, addresses = [], []
         for plane, address in enumerate(paging.plane_addresses.tolist()):
             name = f"plane {plane}"
             if address % _VECTOR_BYTES:
                 raise ValueError(f"{name} at {address:#x} is not a multiple of 16 bytes")
-            check_reach(self._device, name, address + low, nbytes)
-            extents.append((name, address + low, nbytes))
-        return KvPages(paging, element, tuple(extents))
+            begin = reach(self._device, name, address + low, nbytes)
+            extents.append((name, begin, nbytes))
+            addresses.append(begin - low)
+        seen = replace(paging, plane_addresses=np.array(addresses, np.uint64))
+        return KvPages(seen, element, tuple(extents))
 
     def quantise(
         self,

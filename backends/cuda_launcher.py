@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ class Launcher:
             stream, self._stream = self._stream, 0
             if stream:
                 self._tables.close()
-                self._device.destroy_stream(stream)
+                with contextlib.suppress(OSError):  # of a device that failed it ends with it
+                    self._device.destroy_stream(stream)
 
     def _launch(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class Extent:
 
     name: str
     address: int
+    """Where kernels find it."""
     nbytes: int
     owner: Any
 
@@ -80,22 +81,20 @@ def extent_of(
         extent.require(int(np.prod(shape)) * np.dtype(dtype).itemsize, np.dtype(dtype).itemsize)
     if extent.nbytes < 1:
         raise ValueError(f"{name} is empty")
-    check_reach(device, name, extent.address, extent.nbytes)
-    return extent
+    address = reach(device, name, extent.address, extent.nbytes)
+    return replace(extent, address=address)
 
 
-def check_reach(device: CudaDevice, name: str, address: int, nbytes: int) -> None:
-    """Whether the device reaches all of a range.
+def reach(device: CudaDevice, name: str, address: int, nbytes: int) -> int:
+    """Where kernels find a range: page-locked memory may lie elsewhere for them.
 
     Raises:
-        ValueError: it does not.
+        ValueError: they do not reach all of it.
     """
     try:
-        kind = device.memory_kind(address, nbytes)
+        return device.device_address(address, nbytes)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    if kind == "unpinned":
-        raise ValueError(f"{name} is host memory that is not page-locked")
 
 
 def check_apart(ranges: list[tuple[str, int, int]], others: list[tuple[str, int, int]]) -> None:

@@ -155,6 +155,9 @@ class CudaDevice:
         "device", "host" (page-locked), "managed" or "unpinned"; ValueError if mixed.
         """
 
+    def device_address(self, address: int, nbytes: int) -> int:
+        """Where kernels find that memory; ValueError if they cannot reach it."""
+
     def allocate(self, nbytes: int) -> int:
         """Memory of the device."""
 

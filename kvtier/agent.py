@@ -26,12 +26,20 @@ from weakref import WeakSet
 
 from kvtier import descriptors
 from kvtier._core import Completions
-from kvtier.channel import Broken, Channel, Connection
+from kvtier.channel import (
+    Broken,
+    Channel,
+    Connection,
+    Wire,
+    abstract_listener,
+    tcp_listener,
+)
 from kvtier.descriptors import DescriptorList, Select
 from kvtier.errors import BackendUnavailable, Closed, TransferTimeout
 from kvtier.memory_regions import Source, describe
 from kvtier.metadata import (
     ID_BYTES,
+    MESSAGE_BYTES_MAX,
     REGIONS_MAX,
     Hello,
     Message,
@@ -43,7 +51,9 @@ from kvtier.metadata import (
     Withdraw,
     Withdrawn,
     check_payload,
+    decode_message,
     decode_metadata,
+    encode_message,
     encode_metadata,
     this_host,
 )
@@ -55,6 +65,7 @@ from kvtier.transfer import Op, TransferBackend, TransferBackendFactory, Unsuita
 from kvtier.transfers import Transfer
 from kvtier.types import Descriptor, Region, RegionKind
 
+WIRE = Wire(encode_message, decode_message, MESSAGE_BYTES_MAX)
 log = logging.getLogger("kvtier.agent")
 
 IN_FLIGHT_BYTES_MAX = 8 << 30
@@ -125,7 +136,17 @@ class Agent:
         """kvtier's own, called from any thread when something ended or was said; they only wake."""
         self._closed = False
         factories = backends if isinstance(backends, Mapping) else transfer_backends(backends)
-        self._channel = Channel(self, listen)
+        unix, self._unix = abstract_listener()
+        listeners = [unix]
+        self._tcp = ""
+        if listen:
+            try:
+                tcp, self._tcp = tcp_listener(listen)
+            except BaseException:
+                unix.close()
+                raise
+            listeners.append(tcp)
+        self._channel = Channel(self, WIRE, listeners)
         self._postings = Postings(
             self._lock,
             self._completions,
@@ -269,8 +290,8 @@ class Agent:
                 token=self._token,
                 host=self._host,
                 pid=os.getpid(),
-                unix=self._channel.unix,
-                tcp=self._channel.tcp,
+                unix=self._unix.removeprefix("\0"),
+                tcp=self._tcp,
                 backends={name: b.address() for name, b in self._backends.items() if b.address()},
                 regions=[self._entry(held) for held in regions],
             )
@@ -309,7 +330,9 @@ class Agent:
             here = decoded.host == self._host
             peer = Peer(decoded, decoded.pid if here else None)
             self._peers[decoded.agent] = peer
-            peer.connection = self._channel.connect(decoded.unix if here else "", decoded.tcp)
+            peer.connection = self._channel.connect(
+                "\0" + decoded.unix if here else "", decoded.tcp
+            )
             peer.say(Hello(self.name, self._id, peer.agent, peer.token))
             return peer
 

@@ -1,8 +1,7 @@
-"""The control channel between agents: sockets, frames, and the one thread that serves them.
+"""Control channels: sockets, frames, and the one thread that serves them.
 
-No bytes of KV pass here, only `kvtier.metadata` messages. A peer that is killed closes its socket,
-on this host or another, so its end is known at once. A Unix socket always (abstract: nothing is
-left behind by a crash), TCP as well if the agent listens on an address.
+No bytes of KV pass here, only small messages: between agents, and between a daemon and its clients.
+A peer that is killed closes its socket, on this host or another, so its end is known at once.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import socket
 import struct
 import threading
 import time
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from kvtier.metadata import MESSAGE_BYTES_MAX, Message, decode_message, encode_message
-
-log = logging.getLogger("kvtier.agent")
+log = logging.getLogger("kvtier")
 
 OUTBOX_BYTES_MAX = 64 << 20  # a peer that reads nothing any more; beyond it nothing more is sent
 CONNECTIONS_MAX = 4096
@@ -32,6 +31,17 @@ _STOP_S = 2.0
 
 class Broken(Exception):
     """The peer does not keep to the protocol, or refuses; the connection ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """How messages of one protocol become bytes; both sides of a connection have the same."""
+
+    encode: Callable[[Any], bytes]
+    """A frame: the length of the body in 4 bytes, little-endian, then the body."""
+    decode: Callable[[bytes], Any]
+    """The message in one frame's body; raises ValueError and nothing else."""
+    message_bytes_max: int
 
 
 class Connection:
@@ -53,15 +63,31 @@ class Connection:
         self._connected = not outbound
         self._paused = False
 
-    def send(self, message: Message) -> bool:
-        """Give a message on its way; False if the peer is lost or has not read for too long."""
-        frame = encode_message(message)
+    @property
+    def peer_pid(self) -> int:
+        """The process at the other end of a Unix socket."""
+        return _credentials(self._socket)[0]
+
+    def send(self, message: Any, descriptor: int | None = None) -> bool:
+        """Give a message on its way; False if the peer is lost or has not read for too long.
+
+        A file `descriptor` may go along with the first message of a Unix socket.
+        """
+        frame = self._channel.wire.encode(message)
         with self._lock:
             if not self.lost and len(self._outbox) + len(frame) > OUTBOX_BYTES_MAX:
                 self.lost = "the peer does not read"
                 self._channel.wake()
             if self.lost:
                 return False
+            if descriptor is not None:
+                assert not self._outbox, "a descriptor goes with a connection's first message"
+                try:
+                    sent = socket.send_fds(self._socket, [frame], [descriptor])
+                except OSError as error:  # the reading side will say what it was
+                    log.debug("kvtier: cannot hand a descriptor over: %s", error)
+                    return False
+                frame = frame[sent:]
             self._outbox += frame
             if self._connected and len(self._outbox) == len(frame):
                 self._push_out()
@@ -91,7 +117,7 @@ class Connection:
 class Handler(Protocol):
     """What the channel tells, on its own thread."""
 
-    def on_message(self, connection: Connection, message: Message) -> None:
+    def on_message(self, connection: Connection, message: Any) -> None:
         """A message came. Raising `Broken` ends the connection."""
 
     def on_lost(self, connection: Connection, reason: str) -> None:
@@ -104,39 +130,30 @@ class Handler(Protocol):
 class Channel:
     """Listens, connects, reads and writes, on one daemon thread."""
 
-    def __init__(self, handler: Handler, listen: str = "") -> None:
-        """Listen on a Unix socket of a random name, and on TCP at `listen` (``host:port``).
+    def __init__(
+        self, handler: Handler, wire: Wire, listeners: Sequence[socket.socket] = ()
+    ) -> None:
+        """Serve whoever connects to the `listeners`, which are the channel's from now on.
 
         Raises:
-            ValueError: `listen` is no address of one interface and a port.
-            OSError: the address cannot be had.
+            OSError: the system has no descriptor left.
         """
+        self.wire = wire
         self._handler = handler
         self._connections: dict[int, Connection] = {}
-        self._listeners: dict[int, socket.socket] = {}
+        self._listeners = {listener.fileno(): listener for listener in listeners}
         self._lock = threading.Lock()
         self._new: list[Connection] = []
         self._closing = False
         self._interest: dict[int, int] = {}
         self._edges: dict[int, bool] = {}
         with contextlib.ExitStack() as undo:
+            for listener in listeners:
+                undo.callback(listener.close)
             self._epoll = undo.enter_context(contextlib.closing(select.epoll()))
             self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             undo.callback(os.close, self._wake_fd)
             self._epoll.register(self._wake_fd, select.EPOLLIN)
-            self.unix = f"kvtier-{secrets.token_hex(16)}"
-            unix = undo.enter_context(_listener(socket.AF_UNIX, "\0" + self.unix))
-            self._listeners[unix.fileno()] = unix
-            self.tcp = ""
-            if listen:
-                host, _, port = listen.rpartition(":")
-                if not _is_address(host) or not port.isdigit() or host == "0.0.0.0":
-                    raise ValueError(
-                        f"listen on {listen!r}: give the address peers use, and a port"
-                    )
-                tcp = undo.enter_context(_listener(socket.AF_INET, (host, int(port))))
-                self._listeners[tcp.fileno()] = tcp
-                self.tcp = f"{host}:{tcp.getsockname()[1]}"
             for fd in self._listeners:
                 self._epoll.register(fd, select.EPOLLIN)
             undo.pop_all()
@@ -149,14 +166,14 @@ class Channel:
     def connect(self, unix: str, tcp: str) -> Connection:
         """Begin a connection: `unix` if given, else `tcp`; the handler hears if it fails.
 
-        What is sent meanwhile goes out once it stands.
+        `unix` is a path, or begins with a zero byte. What is sent meanwhile goes out once it stands.
         """
         family = socket.AF_UNIX if unix else socket.AF_INET
         sock = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         connection = Connection(self, sock, outbound=True)
         try:
             if unix:
-                sock.connect("\0" + unix)
+                sock.connect(unix)
             else:
                 host, _, port = tcp.rpartition(":")
                 if not _is_address(host) or not port.isdigit():
@@ -312,13 +329,13 @@ class Channel:
         try:
             while len(inbox) - at >= 4 and not connection.lost:
                 nbytes = int.from_bytes(inbox[at : at + 4], "little")
-                if nbytes > MESSAGE_BYTES_MAX:
+                if nbytes > self.wire.message_bytes_max:
                     raise ValueError(f"a message of {nbytes} bytes")
                 if len(inbox) - at - 4 < nbytes:
                     break
                 body = bytes(inbox[at + 4 : at + 4 + nbytes])
                 at += 4 + nbytes
-                self._handler.on_message(connection, decode_message(body))
+                self._handler.on_message(connection, self.wire.decode(body))
         except (ValueError, Broken) as error:
             connection.lost = connection.lost or f"the peer does not keep to the protocol: {error}"
         del inbox[:at]
@@ -335,6 +352,43 @@ class Channel:
         with self._lock:  # a late wake must not reach whoever gets the number next
             os.close(self._wake_fd)
             self._wake_fd = -1
+
+
+def abstract_listener() -> tuple[socket.socket, str]:
+    """A Unix socket of a random name, and how to connect to it; a crash leaves nothing behind.
+
+    Raises:
+        OSError: the system has no descriptor left.
+    """
+    name = f"\0kvtier-{secrets.token_hex(16)}"
+    return _listener(socket.AF_UNIX, name), name
+
+
+def tcp_listener(listen: str) -> tuple[socket.socket, str]:
+    """A socket at `listen` (``host:port``, of which the port may be 0), and where that is.
+
+    Raises:
+        ValueError: it is no address of one interface and a port.
+        OSError: the address cannot be had.
+    """
+    host, _, port = listen.rpartition(":")
+    if not _is_address(host) or not port.isdigit() or host == "0.0.0.0":
+        raise ValueError(f"listen on {listen!r}: give the address peers use, and a port")
+    sock = _listener(socket.AF_INET, (host, int(port)))
+    return sock, f"{host}:{sock.getsockname()[1]}"
+
+
+def path_listener(path: str) -> socket.socket:
+    """A Unix socket at a path, for this user alone.
+
+    Raises:
+        OSError: it cannot be had there; somebody may be listening.
+    """
+    umask = os.umask(0o177)
+    try:
+        return _listener(socket.AF_UNIX, path)
+    finally:
+        os.umask(umask)
 
 
 def _listener(family: socket.AddressFamily, address: str | tuple[str, int]) -> socket.socket:
@@ -357,13 +411,16 @@ def _tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
+def _credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a Unix socket."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid
+
+
 def _is_own_user(sock: socket.socket) -> bool:
     """An abstract socket has no mode: who connects must be of the same user. TCP has the token."""
-    if sock.family != socket.AF_UNIX:
-        return True
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    return bool(uid == os.getuid())
+    return sock.family != socket.AF_UNIX or _credentials(sock)[1] == os.getuid()
 
 
 def _is_address(host: str) -> bool:

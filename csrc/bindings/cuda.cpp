@@ -207,6 +207,8 @@ void bind_cuda(nb::module_& m) {
            "Undo it, after what is under way.")
       .def("memory_kind", &CudaDevice::memory_kind, "address"_a, "nbytes"_a, unlocked,
            "\"device\", \"host\" (page-locked), \"managed\" or \"unpinned\"; ValueError if mixed.")
+      .def("device_address", &CudaDevice::device_address, "address"_a, "nbytes"_a, unlocked,
+           "Where kernels find that memory; ValueError if they cannot reach it.")
       .def("allocate", &CudaDevice::allocate, "nbytes"_a, unlocked, "Memory of the device.")
       .def("free", &CudaDevice::free, "address"_a, unlocked, "Give it back.")
       .def("allocate_host", &CudaDevice::allocate_host, "nbytes"_a, unlocked,

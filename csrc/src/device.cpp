@@ -199,6 +199,23 @@ std::string CudaDevice::memory_kind(std::uint64_t address, std::uint64_t nbytes)
   return kind;
 }
 
+std::uint64_t CudaDevice::device_address(std::uint64_t address, std::uint64_t nbytes) const {
+  const auto state = this->state();
+  std::uint64_t found = 0;
+  state->with_context([&] {
+    const MemoryKind kind = state->kind_of(address, nbytes);
+    if (kind == MemoryKind::kUnpinned) {
+      throw std::invalid_argument("host memory that is not page-locked");
+    }
+    found = state->device_address(address, kind);
+    if (nbytes != 0 && state->device_address(address + nbytes - 1, kind) != found + nbytes - 1) {
+      throw std::invalid_argument(std::to_string(nbytes) +
+                                  " bytes that are not in one piece for kernels");
+    }
+  });
+  return found;
+}
+
 std::uint64_t CudaDevice::allocate(std::uint64_t nbytes) {
   const auto state = this->state();
   cuda::Address address = 0;

@@ -56,8 +56,8 @@ class SimMachine:
     ) -> None:
         self.seed = seed
         self._guard_bytes = guard_bytes
-        self._library = _open(str(library or default_library()))
         self._arrays: dict[int, tuple[ctypes.c_void_p, int]] = {}
+        self._library = _open(str(library or default_library()))
 
     def __del__(self) -> None:
         for memory, _ in self._arrays.values():

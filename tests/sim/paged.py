@@ -60,6 +60,14 @@ class PagedKv:
         paging = Paging(addresses, pages, page, tokens, row, heads, col, run)
         return cls(element, memory, shape, paging)
 
+    @classmethod
+    def like(cls, other: PagedKv) -> PagedKv:
+        """Memory of its own of the same form, filled with gaps."""
+        memory = [aligned(each.nbytes) for each in other.memory]
+        addresses = np.array([each.ctypes.data for each in memory], np.uint64)
+        paging = dataclasses.replace(other.paging, plane_addresses=addresses)
+        return cls(other.element, memory, other.shape, paging)
+
     def view(self, plane: int) -> Raw:
         """[page, token, head, element] of the bits."""
         kind = raw_type(self.element)

@@ -316,10 +316,16 @@ def test_what_a_way_cannot_do_is_said_before_anything_begins(cuda: FakeCuda) -> 
     }.items():
         with pytest.raises(ValueError, match=words):
             bench.copy(*arguments)
+    for path, _ in WAYS[:3]:
+        loose = Bench(cuda, device, "kv_first", SHAPE, 1, 0)
+        device.unregister_host(loose.segments[0][1].ctypes.data)
+        for verb in ("gather", "scatter"):
+            with pytest.raises(ValueError, match="segment 1 is neither page-locked nor"):
+                loose.copy(verb, path)
     large = Shape(layers=1, pages=6, tokens=64, heads=3, run_bytes=48)
     with pytest.raises(ValueError, match="too large for a kernel here"):
         Bench(cuda, device, "kv_first", large, 1, 0).copy("scatter", "staged")
-    assert cuda.counters().launches == 0
+    assert (cuda.counters().launches, cuda.counters().copies, cuda.counters().batches) == (0, 0, 0)
     device.close()
 
 

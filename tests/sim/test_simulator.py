@@ -189,7 +189,7 @@ def test_launches_that_cuda_refuses_are_refused() -> None:
     ]
     for changes, words in refused:
         with pytest.raises(LaunchFailed, match=words):
-            run("alone", **changes)
+            run("alone", Mistake.NONE, **changes)
     with pytest.raises(LaunchFailed, match="500: no kernel nobody"):
         run("nobody")
 

@@ -124,6 +124,10 @@ class CudaDevice {
   ///
   /// @throws std::invalid_argument a part of it is of another kind, or of another device
   std::string memory_kind(std::uint64_t address, std::uint64_t nbytes) const;
+  /// Where kernels find that memory: page-locked memory may lie elsewhere for them.
+  ///
+  /// @throws std::invalid_argument  for memory that kernels do not reach, or not in one piece
+  std::uint64_t device_address(std::uint64_t address, std::uint64_t nbytes) const;
 
   /// Memory of the device, and page-locked memory of the host; given back at `close` at the latest.
   std::uint64_t allocate(std::uint64_t nbytes);
