@@ -16,7 +16,7 @@ from gpu_machine import copy_bytes, wait
 from layouts import Shape
 from measures import Figures, chosen_ways, layouts, rate, sound
 from plan_checks import Way
-from rig import PagedOnDevice, Rig, TimeBox, Work, take_turns, wall_s
+from rig import OutOfTime, PagedOnDevice, Rig, TimeBox, Work, take_turns, wall_s
 
 from kvtier._core import DeviceJob
 from kvtier.backends.cuda_arguments import CopyArgs, FastDiv
@@ -30,6 +30,7 @@ EXPOSED_GOAL = 0.10
 COMPUTE_PER_TRANSFER = 1.5
 """A layer's compute, in times of its share of the transfer."""
 LAUNCHES_MAX = 256
+GEMM_MIN = 1024
 COPY_TIMES = 2
 COVERED_PART = 0.5
 """Of the copies' time: they have begun while the host still puts more on the streams."""
@@ -133,8 +134,8 @@ def duplex(rig: Rig, box: TimeBox) -> Figures:
 def interference(rig: Rig, box: TimeBox) -> Figures:
     """How much longer a decode-like loop takes beside copies in both directions.
 
-    `ratio` is that of the ways that the library takes by itself; `covered` says in which part of the rounds the copies outlasted
-    the loop.
+    `ratio` is that of the ways that the library takes by itself; `covered` says in which part of
+    the rounds the copies outlasted the loop.
     """
     if not rig.device.kernels:
         raise ValueError(f"no kernels: {rig.device.no_kernels}")
@@ -181,11 +182,10 @@ def interference(rig: Rig, box: TimeBox) -> Figures:
         works[name] = beside
     times = take_turns(works, rig.sizes.rounds, box)
     slowed = {name: round(times[name] / times[f"{name} alone"], 4) for name in ways}
-    gemm = (
-        _gemm(rig, box, out, into, ways)
-        if box.left_s > 0
-        else {"not measured": "the time was over"}
-    )
+    try:
+        gemm = _gemm(rig, box, out, into, ways)
+    except (OutOfTime, RuntimeError) as error:  # torch's own troubles are not ours
+        gemm = {"not measured": str(error)}
     return found | {
         "loop_ms": round(loop_s * 1e3, 4),
         "slowed": slowed,
@@ -203,7 +203,9 @@ def _gemm(
     ways: dict[str, tuple[Way, Way]],
 ) -> Figures:
     """The same beside a matrix product, where torch has CUDA."""
-    if rig.sizes.gemm < 1024 or importlib.util.find_spec("torch") is None:
+    if box.left_s <= 0:
+        return {"not measured": "the time was over"}
+    if rig.sizes.gemm < GEMM_MIN or importlib.util.find_spec("torch") is None:
         return {"not measured": "no torch, or too small"}
     import torch
 

@@ -29,6 +29,8 @@ from steps import GOALS, STEPS
 from kvtier._core import CudaDevice
 
 NO_DEVICE = "no device"
+STAND_IN = "Fake GPU"
+"""The name of the driver's stand-in's devices, of whose figures nothing can be said."""
 GRACE_S = 12.0
 """What a step may take beyond its share before it is ended."""
 STEP_S_MIN = 3.0
@@ -79,12 +81,13 @@ def _validate(wanted: list[str], scale: str, budget_s: float, path: Path | None)
         device.close()
     except OSError:
         report["device"] = "CUDA device 0"  # the environment step says what is wrong with it
+    is_real = scale == "full" and report["device"] != STAND_IN
     box = TimeBox(budget_s)
     for at, name in enumerate(wanted):
         rest_s = sum(STEPS[each].seconds for each in wanted[at:])
         share_s = max(0.0, box.left_s - GRACE_S) * STEPS[name].seconds / rest_s
         report["steps"][name] = _in_process(name, scale, share_s, box)
-        report["ratios"] = _ratios(report["steps"], is_real=scale == "full")
+        report["ratios"] = _ratios(report["steps"], is_real=is_real)
         _keep(report, path)  # should this be cut short, what there is
     return report
 
