@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier._core import CudaDevice, DeviceJob, DevicePlan
 from kvtier.backends.cuda_device import give_back, take_device
-from kvtier.backends.cuda_paths import Direction, Way, ways_of
+from kvtier.backends.cuda_paths import DIRECTIONS, Direction, Way, ways_of
 from kvtier.device import Batch, Device, DeviceCopies, PageIds, Paging
 from kvtier.errors import BackendUnavailable
 from kvtier.types import Region
@@ -79,17 +79,36 @@ class CudaCopies(DeviceCopies):
             paging.col_stride,
             paging.run_bytes,
         )
-        self.gather_way = _open_way(device, "gather", self._plan)
-        self.scatter_way = _open_way(device, "scatter", self._plan)
+        self._device = device
+        self._ways: dict[tuple[Direction, int], Way] = {}
+        for direction in DIRECTIONS:  # here, where a device that cannot do it may still refuse
+            for planes in (1, self._plan.plane_count):
+                self.way(direction, planes)
+
+    def way(self, direction: Direction, wave_planes: int) -> Way:
+        """Which way copies of so many planes a wave take.
+
+        Raises:
+            BackendUnavailable: none is open; says why.
+        """
+        # By what runs are to the copy engines: layouts that do not join planes have one way.
+        joined = min(wave_planes, self._plan.joined_planes)
+        way = self._ways.get((direction, joined))
+        if way is None:
+            way = _open_way(self._device, direction, self._plan, joined)
+            self._ways[direction, joined] = way
+        return way
 
     def gather(self, batch: Batch, stream: int) -> DeviceJob:
-        return self._plan.gather(*_arguments(batch), stream, *self.gather_way)
+        way = self.way("gather", batch.waves[0][1])
+        return self._plan.gather(*_arguments(batch), stream, *way)
 
     def scatter(self, batch: Batch, stream: int) -> DeviceJob:
-        return self._plan.scatter(*_arguments(batch), stream, *self.scatter_way)
+        way = self.way("scatter", batch.waves[0][1])
+        return self._plan.scatter(*_arguments(batch), stream, *way)
 
 
-def _open_way(device: CudaDevice, direction: Direction, plan: DevicePlan) -> Way:
+def _open_way(device: CudaDevice, direction: Direction, plan: DevicePlan, wave_planes: int) -> Way:
     """The best way for which the device has memory.
 
     Raises:
@@ -97,7 +116,7 @@ def _open_way(device: CudaDevice, direction: Direction, plan: DevicePlan) -> Way
     """
     reason = ""
     try:
-        for way in ways_of(device, direction, plan):
+        for way in ways_of(device, direction, plan, wave_planes):
             if way.path != "dma" and plan.plane_bytes > device.slot_bytes:
                 reason = f"a page has {plan.plane_bytes} bytes in each plane"
                 continue

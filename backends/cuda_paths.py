@@ -26,6 +26,7 @@ from kvtier._core import CudaDevice, DevicePlan
 from kvtier.errors import BackendUnavailable
 
 Direction = Literal["gather", "scatter"]
+DIRECTIONS: tuple[Direction, ...] = ("gather", "scatter")
 
 VERSION = 1  # of the file
 RUN_SIZES = (2 << 10, 8 << 10, 32 << 10, 128 << 10, 2 << 20)
@@ -86,8 +87,12 @@ class Costs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sorted(open_ways, key=lambda way: costs[way])
 
 
-def ways_of(device: CudaDevice, direction: Direction, plan: DevicePlan) -> list[Way]:
-    """The ways that a plan's copies may take, the best first.
+def ways_of(
+    device: CudaDevice, direction: Direction, plan: DevicePlan, wave_planes: int
+) -> list[Way]:
+    """The ways that a plan's copies of so many planes a wave may take, the best first.
+
+    Planes that lie one behind the other are one run to the copy engines.
 
     `KVTIER_CUDA_PATH` names one instead of ``auto``.
 
@@ -99,7 +104,8 @@ def ways_of(device: CudaDevice, direction: Direction, plan: DevicePlan) -> list[
     if wanted == "auto":
         if not device.kernels:
             return [DMA]
-        return costs_of(device).ways(direction, plan.run_bytes, plan.vector_bytes)
+        run_bytes = plan.run_bytes * min(plan.joined_planes, wave_planes)
+        return costs_of(device).ways(direction, run_bytes, plan.vector_bytes)
     if wanted not in WAYS:
         raise BackendUnavailable(
             f"KVTIER_CUDA_PATH is {wanted!r}, expected auto or one of {', '.join(WAYS)}"

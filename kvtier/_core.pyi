@@ -219,6 +219,12 @@ class DevicePlan:
         """Bytes of one plane that are copied as one piece."""
 
     @property
+    def joined_planes(self) -> int:
+        """
+        Planes, from the first on, that lie one behind the other on both sides.
+        """
+
+    @property
     def vector_bytes(self) -> int:
         """The widest vector of kernels on the engine's side."""
 

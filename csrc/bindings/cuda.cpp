@@ -144,6 +144,9 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro(
           "run_bytes", [](const DevicePlan& plan) { return plan.geometry().run_bytes(); },
           "Bytes of one plane that are copied as one piece.")
+      .def_prop_ro(
+          "joined_planes", [](const DevicePlan& plan) { return plan.geometry().joined_planes(); },
+          "Planes, from the first on, that lie one behind the other on both sides.")
       .def_prop_ro("vector_bytes", &DevicePlan::vector_bytes,
                    "The widest vector of kernels on the engine's side.")
       .def("gather", &move<&DevicePlan::gather>, "page_ids"_a.noconvert(),

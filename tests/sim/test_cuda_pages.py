@@ -30,6 +30,7 @@ from kvtier import (
 from kvtier._core import CudaDevice
 from kvtier.backends import cuda_paths
 from kvtier.backends.cuda_pages import CudaCopies
+from kvtier.device import Paging
 
 LAYERS, PAGE_TOKENS, PAGES, PAGE_BYTES = 6, 16, 64, 512
 LAYOUT = KvLayout.opaque(
@@ -279,7 +280,7 @@ def test_where_staging_finds_no_memory_another_way_is_taken(
         cuda.set(Setting.MEMORY_BYTES, 32 << 20)
         space = make(tier, engine)
         assert isinstance(space.copies, CudaCopies)
-        assert space.copies.gather_way.path == space.copies.scatter_way.path == "direct"
+        assert {space.copies.way(each, 1).path for each in cuda_paths.DIRECTIONS} == {"direct"}
         assert tier.store(space, PROMPT, range(20)).stored_tokens == len(PROMPT)
     device.close()
 
@@ -317,9 +318,33 @@ def test_what_was_measured_is_kept_and_decides(
     with KVTier.open(TIERS) as tier:
         space = make(tier, engine)
         assert isinstance(space.copies, CudaCopies)
-        assert space.copies.gather_way == ("direct", False)
-        assert space.copies.scatter_way == ("dma", False)  # little is gained by the kernel
+        assert space.copies.way("gather", 1) == ("direct", False)
+        assert space.copies.way("scatter", 1) == ("dma", False)  # little is gained by the kernel
         assert tier.store(space, PROMPT, range(20)).stored_tokens == len(PROMPT)
+    device.close()
+
+
+def test_planes_that_lie_together_are_long_runs(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Block-first, a wave of many planes is one piece, which the copy engines take; a few are not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KVTIER_CUDA_PATH", "auto")
+    device = CudaDevice(0)
+    sizes = [size <= 2048 for size in cuda_paths.RUN_SIZES]
+    costs = {"dma": tuple(9e-12 if s else 1e-12 for s in sizes), "direct": (2e-12,) * len(sizes)}
+    cuda_paths.write(
+        cuda_paths._file_of(device), cuda_paths.Costs(cuda_paths.VERSION, costs, costs)
+    )
+    run, planes = 2048, 8
+    memory = np.zeros((4, planes, run), np.uint8)
+    for order, ways in [("joined", ["direct", "dma"]), ("apart", ["direct", "direct"])]:
+        view = memory if order == "joined" else memory.reshape(planes, 4, run).transpose(1, 0, 2)
+        cuda.own(Region(RegionKind.DRAM, memory.ctypes.data, memory.nbytes), 0)
+        addresses = np.array([view[0, p].ctypes.data for p in range(planes)], np.uint64)
+        copies = CudaCopies(device, Paging(addresses, 4, view.strides[0], 1, 0, 1, 0, run))
+        assert [copies.way("gather", count).path for count in (1, planes)] == ways
+        del copies
     device.close()
 
 

@@ -52,6 +52,8 @@ class CopyPlan {
   std::uint64_t plane_bytes() const { return rows_ * cols_ * run_bytes_; }
   /// What is copied as one piece of each plane.
   std::uint64_t run_bytes() const { return run_bytes_; }
+  /// How many planes, from the first on, lie one behind the other on both sides: one piece.
+  std::uint64_t joined_planes() const { return planes_.front().run_end; }
   std::uint64_t plane_address(std::uint64_t plane) const { return planes_[plane].address; }
   std::uint64_t page_stride() const { return page_stride_; }
   // Of what is copied as one piece: rows of columns of runs.
