@@ -151,16 +151,21 @@ std::uint64_t CudaDevice::register_host(std::uint64_t address, std::uint64_t nby
   const auto next = state->registered.lower_bound(address);
   const bool meets_next = next != state->registered.end() && next->first < address + nbytes;
   const bool meets_last = next != state->registered.begin() &&
-                          std::prev(next)->first + std::prev(next)->second > address;
+                          std::prev(next)->first + std::prev(next)->second.nbytes > address;
   if (meets_next || meets_last) {
     throw std::invalid_argument("the memory overlaps memory that is registered");
   }
+  cuda::Address device_address = 0;
   state->with_context([&] {
-    state->check(state->library.host_register(reinterpret_cast<void*>(address), nbytes,
-                                              cuda::kHostPortable | cuda::kHostDeviceMap),
-                 "cuMemHostRegister");
+    void* const memory = reinterpret_cast<void*>(address);
+    state->check(
+        state->library.host_register(memory, nbytes, cuda::kHostPortable | cuda::kHostDeviceMap),
+        "cuMemHostRegister");
+    const cuda::Result mapped = state->library.host_get_device_pointer(&device_address, memory, 0);
+    if (mapped != cuda::kOk) state->library.host_unregister(memory);
+    state->check(mapped, "cuMemHostGetDevicePointer");
   });
-  state->registered.emplace(address, nbytes);
+  state->registered.emplace(address, device::Registered{nbytes, device_address});
   return address;
 }
 

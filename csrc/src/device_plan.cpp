@@ -23,6 +23,7 @@ constexpr std::uint64_t kBulkUnit = 16;
 struct Wave {
   CopyRequest request;
   std::vector<MemoryKind> kinds;
+  std::vector<std::uint64_t> device_addresses;  // 0 where the driver has not been asked yet
 };
 
 /// Whether device memory that is copied between overlaps itself.
@@ -103,13 +104,20 @@ DeviceJob DevicePlan::copy(bool is_gather, const DeviceCopyRequest& request, Str
       Wave wave{{request.page_ids, request.page_offsets,
                  request.segments.subspan(w * chunk_count, chunk_count), request.waves[2 * w],
                  request.waves[2 * w + 1]},
-                std::vector<MemoryKind>(chunk_count, MemoryKind::kHost)};
+                std::vector<MemoryKind>(chunk_count, MemoryKind::kHost),
+                std::vector<std::uint64_t>(chunk_count)};
       geometry_.check(wave.request);
       const std::uint64_t block_bytes = wave.request.plane_count * geometry_.plane_bytes();
       for (std::size_t c = 0; c < chunk_count; ++c) {
         const std::uint64_t pages = request.page_offsets[c + 1] - request.page_offsets[c];
         if (pages == 0) continue;
-        wave.kinds[c] = state_->kind_of(wave.request.segments[c], pages * block_bytes);
+        const std::uint64_t segment = wave.request.segments[c];
+        if (const auto at = state_->find_registered(segment, pages * block_bytes)) {
+          wave.device_addresses[c] = *at;
+          on_host = true;
+          continue;
+        }
+        wave.kinds[c] = state_->kind_of(segment, pages * block_bytes);
         if (wave.kinds[c] == MemoryKind::kUnpinned) {
           throw std::invalid_argument("segment " + std::to_string(c) +
                                       " is neither page-locked nor memory of the device");
@@ -174,7 +182,8 @@ DeviceJob DevicePlan::copy(bool is_gather, const DeviceCopyRequest& request, Str
         if (first == end) continue;
         std::uint64_t stored = wave.request.segments[c];
         if (!copy.is_staged) {
-          stored = state_->device_address(stored, wave.kinds[c]);
+          stored = wave.device_addresses[c] != 0 ? wave.device_addresses[c]
+                                                 : state_->device_address(stored, wave.kinds[c]);
           joined |= stored;
         }
         for (std::size_t i = first; i < end; ++i, stored += block_bytes) {

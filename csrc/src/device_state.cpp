@@ -121,7 +121,7 @@ State::~State() {
   for (const StreamHandle stream : streams) {
     library.stream_destroy(reinterpret_cast<cuda::Stream>(stream));
   }
-  for (const auto& [address, nbytes] : registered) {
+  for (const auto& [address, memory] : registered) {
     library.host_unregister(reinterpret_cast<void*>(address));
   }
   for (const std::uint64_t address : allocated) library.memory_free(address);
@@ -285,6 +285,17 @@ Slots& State::slots(bool is_gather) {
   std::unique_ptr<Slots>& slots = is_gather ? out_slots_ : into_slots_;
   if (!slots) slots = std::make_unique<Slots>(*this, options.staging_bytes);
   return *slots;
+}
+
+std::optional<std::uint64_t> State::find_registered(std::uint64_t address,
+                                                    std::uint64_t nbytes) const {
+  const std::lock_guard lock(mutex);
+  const auto after = registered.upper_bound(address);
+  if (after == registered.begin()) return std::nullopt;
+  const auto& [start, memory] = *std::prev(after);
+  const std::uint64_t offset = address - start;
+  if (offset > memory.nbytes || nbytes > memory.nbytes - offset) return std::nullopt;
+  return memory.device_address + offset;
 }
 
 std::uint64_t State::device_address(std::uint64_t address, MemoryKind kind) const {

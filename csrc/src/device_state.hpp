@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -30,6 +31,12 @@ class Kernels;
 class Slots;
 class State;
 class Tables;
+
+/// Host memory that was page-locked here.
+struct Registered {
+  std::uint64_t nbytes;
+  std::uint64_t device_address;
+};
 
 /// An event, destroyed with its owner.
 class Event {
@@ -84,6 +91,9 @@ class State : public std::enable_shared_from_this<State> {
   /// @throws std::invalid_argument a part of it is of another kind, or of another device
   MemoryKind kind_of(std::uint64_t address, std::uint64_t nbytes) const;
 
+  /// Where a device has a part of host memory that was registered here, without asking the driver;
+  /// nothing for all else. Segments of the memory tier come by the thousand.
+  std::optional<std::uint64_t> find_registered(std::uint64_t address, std::uint64_t nbytes) const;
   /// A device's own address of page-locked host memory; other memory has just one.
   ///
   /// @throws std::invalid_argument kernels cannot use it
@@ -125,8 +135,8 @@ class State : public std::enable_shared_from_this<State> {
 
   std::mutex enqueue_mutex;  // a job's waves follow each other on their streams
 
-  std::mutex mutex;                                   // guards what follows
-  std::map<std::uint64_t, std::uint64_t> registered;  // address -> bytes
+  mutable std::mutex mutex;                        // guards what follows
+  std::map<std::uint64_t, Registered> registered;  // by address
   std::set<std::uint64_t> allocated;
   std::set<std::uint64_t> allocated_host;
   std::set<StreamHandle> streams;

@@ -100,8 +100,8 @@ FAULTS = [
     Fault(
         "kernels take the host's address",
         "device_plan.cpp",
-        "stored = state_->device_address(stored, wave.kinds[c]);",
-        "",
+        "wave.device_addresses[c] != 0 ? wave.device_addresses[c]",
+        "wave.device_addresses[c] != 0 ? wave.request.segments[c]",
     ),
     Fault("vectors are as wide as the pages allow", "device_plan.cpp", "joined |= stored;", ""),
     Fault(

@@ -218,6 +218,32 @@ def test_segments_lie_anywhere(cuda: FakeCuda, offset: int) -> None:
     device.close()
 
 
+@pytest.mark.parametrize("path", ["dma", "staged", "direct"])
+def test_the_driver_is_not_asked_about_each_segment(cuda: FakeCuda, path: str) -> None:
+    """The memory tier's are known, and a load has thousands of them, on the engine's thread."""
+    device = opened()
+    bench = Bench(cuda, device, "kv_first", SHAPE, 1, 2)
+    asked = (Call.POINTER_GET_ATTRIBUTE, Call.HOST_GET_DEVICE_POINTER)
+    before = [cuda.calls(each) for each in asked]
+    bench.check("gather", path)
+    assert [cuda.calls(each) for each in asked] == before
+    device.close()
+
+
+@pytest.mark.parametrize("path", ["dma", "staged", "direct"])
+def test_a_segment_that_ends_beyond_what_is_registered_is_refused(
+    cuda: FakeCuda, path: str
+) -> None:
+    device = opened()
+    bench = Bench(cuda, device, "kv_first", SHAPE, 1, 0)
+    segment = bench.segments[0][0]
+    device.unregister_host(segment.ctypes.data)
+    device.register_host(segment.ctypes.data, segment.nbytes - 4096)
+    with pytest.raises(ValueError, match=r"not of one kind|neither page-locked"):
+        bench.copy("gather", path)
+    device.close()
+
+
 # Order -------------------------------------------------------------------------------------------
 
 
