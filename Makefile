@@ -15,7 +15,7 @@ demo: $(ENGINE)/.installed
 
 test: test-fast test-engine
 
-# unit, conformance, model, golden, faults, docs: no engine, half a minute
+# unit, conformance, model, golden, faults, sim, docs: no engine, some minutes
 test-fast: $(FAST)/.installed cpp-test
 	$(FAST)/bin/python -P -m pytest -q -m "not engine and not gpu" $(ARGS)
 
