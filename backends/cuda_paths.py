@@ -128,6 +128,7 @@ def costs_of(device: CudaDevice) -> Costs:
         if costs.version == VERSION and _is_complete(costs):
             return costs
     costs = measure(device)
+    device.release_staging()  # the engine may want the memory, and the copies another way
     if len(costs.gather) == len(ways_open(device)):  # else something was in the way this time
         with contextlib.suppress(OSError):  # measured again next time
             write(path, costs)

@@ -181,6 +181,11 @@ class CudaDevice:
     def reserve_staging(self) -> None:
         """Take the staging memory of both directions now."""
 
+    def release_staging(self) -> None:
+        """
+        Give it back, after what uses it; the next copy that needs it takes it again.
+        """
+
     def create_stream(self) -> int:
         """A stream such as an engine has."""
 

@@ -241,6 +241,8 @@ void bind_cuda(nb::module_& m) {
           "one to launch on.")
       .def("reserve_staging", &CudaDevice::reserve_staging, unlocked,
            "Take the staging memory of both directions now.")
+      .def("release_staging", &CudaDevice::release_staging, unlocked,
+           "Give it back, after what uses it; the next copy that needs it takes it again.")
       .def("create_stream", &CudaDevice::create_stream, unlocked, "A stream such as an engine has.")
       .def("destroy_stream", &CudaDevice::destroy_stream, "stream"_a, unlocked, "End it.")
       .def("synchronize", &CudaDevice::synchronize, "stream"_a, unlocked,

@@ -331,6 +331,13 @@ void CudaDevice::reserve_staging() {
   });
 }
 
+void CudaDevice::release_staging() {
+  const auto state = this->state();
+  state->check_alive();
+  const std::lock_guard lock(state->enqueue_mutex);
+  state->with_context([&] { state->drop_slots(); });
+}
+
 StreamHandle CudaDevice::create_stream() {
   const auto state = this->state();
   cuda::Stream stream = nullptr;

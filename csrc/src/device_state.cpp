@@ -287,6 +287,14 @@ Slots& State::slots(bool is_gather) {
   return *slots;
 }
 
+void State::drop_slots() {
+  for (const cuda::Stream stream : own_streams_) {
+    check(library.stream_synchronize(stream), "cuStreamSynchronize");
+  }
+  out_slots_.reset();
+  into_slots_.reset();
+}
+
 std::optional<std::uint64_t> State::find_registered(std::uint64_t address,
                                                     std::uint64_t nbytes) const {
   const std::lock_guard lock(mutex);

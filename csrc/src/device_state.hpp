@@ -111,6 +111,8 @@ class State : public std::enable_shared_from_this<State> {
 
   /// Staging of one direction, taken at its first use. With the context current and the lock held.
   Slots& slots(bool is_gather);
+  /// Wait for what uses it and give it back. With the context current and the lock held.
+  void drop_slots();
   void copy_batch(cuda::Stream stream, std::span<const Piece> pieces, cuda::SourceOrder order);
 
   const cuda::Library library;

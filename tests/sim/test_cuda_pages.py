@@ -304,6 +304,8 @@ def test_what_was_measured_is_kept_and_decides(
     device = CudaDevice(0)
     engine = Engine(cuda, device)
     costs = cuda_paths.costs_of(device)
+    held = cuda.held_now()
+    assert held.allocations == held.pinned  # tables have one of each: the staging was given back
     assert set(costs.gather) == set(costs.scatter) == {"dma", "staged", "direct", "staged_bulk"}
     (file,) = (tmp_path / "kvtier").iterdir()
     kept = file.read_bytes()

@@ -156,6 +156,8 @@ class CudaDevice {
 
   /// Take the staging memory of both directions now. @throws DeviceError there is not so much
   void reserve_staging();
+  /// Give it back; the next copy that needs it takes it again.
+  void release_staging();
 
   /// Streams such as an engine would have; for calibration and tests.
   StreamHandle create_stream();
